@@ -1,0 +1,49 @@
+"""The torch library that holds the custom ops, and the one way an op is registered.
+
+An op has an implementation for CPU tensors, which is the reference, and one for CUDA tensors, which runs the kernel
+that serves the call or raises `UnsupportedError` with the sentence of `b12x_core.capabilities`. With
+`B12X_REFERENCE=1` CUDA tensors run the reference too. `torch.library.Library` is used rather than the
+`torch.library.custom_op` decorator because its calls cost the host a third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from b12x_core.capabilities import Support
+from b12x_core.errors import UnsupportedError
+
+NAMESPACE = "b12x_core"
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def register(
+    schema: str,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    support: Callable[..., Support],
+) -> Any:
+    """Define `b12x_core::<schema>` and return the op.
+
+    Args:
+        schema: the op's schema in torch's syntax, name first.
+        reference: plain torch implementation.
+        fake: shapes and dtypes of the result, for tracing.
+        support: with the op's arguments, whether and by which kernel the call is served.
+    """
+    name = schema.partition("(")[0]
+
+    def on_cuda(*args: Any, **kwargs: Any) -> Any:
+        answer = support(*args, **kwargs)
+        if not answer.ok:
+            raise UnsupportedError(f"{name}: {answer.reason}")
+        return reference(*args, **kwargs)
+
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, reference, "CPU")
+    _library.impl(name, on_cuda, "CUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
