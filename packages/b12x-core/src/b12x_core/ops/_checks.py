@@ -37,16 +37,22 @@ def tensor(
     meaning: str = "",
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Check dtype, shape (None: any size) and device of a tensor, and return it."""
-    sizes = ", ".join("*" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "")
-    expected = f"a tensor of {names(dtypes)} with shape ({sizes}){f' = {meaning}' if meaning else ''}"
-    if not isinstance(value, torch.Tensor) or value.dtype not in dtypes or value.dim() != len(shape):
-        raise fail(op, argument, expected, value)
-    if any(want is not None and want != have for want, have in zip(shape, value.shape, strict=True)):
-        raise fail(op, argument, expected, value)
-    if device is not None and value.device != device:
+    """Check dtype, shape (None: any size) and device of a tensor, and return it.
+
+    The sentence is put together only when it is needed: this runs at every call of an op, and under tracing.
+    """
+    if (
+        isinstance(value, torch.Tensor)
+        and value.dtype in dtypes
+        and value.dim() == len(shape)
+        and all(want is None or want == have for want, have in zip(shape, value.shape, strict=True))
+    ):
+        if device is None or value.device == device:
+            return value
         raise fail(op, argument, f"on {device} like the other tensors", value)
-    return value
+    sizes = ", ".join("*" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "")
+    named = f" = {meaning}" if meaning else ""
+    raise fail(op, argument, f"a tensor of {names(dtypes)} with shape ({sizes}){named}", value)
 
 
 def scalar_or_rows(
