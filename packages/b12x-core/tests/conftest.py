@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from b12x_core import FP8_BLOCK, NVFP4, LinearWeights, Scheme, prepare_linear, quantize
-from b12x_core.reference.quantize import dequantize, spread
+from b12x_core.reference.quantize import dequantize
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,8 @@ def stored_weight(
         rows, k = w.shape
         padded = torch.nn.functional.pad(w, (0, -k % 128, 0, -rows % 128))
         scale = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).abs().amax((1, 3)) / 448
-        data = (w / spread(scale, (128, 128), rows, k)).to(torch.float8_e4m3fn)
+        each = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :k]
+        data = (w / each).to(torch.float8_e4m3fn)
         return data, scale, None, dequantize(data, fmt, scale)
     global_scale = (w.abs().amax() / (448 * 6)).reshape(1) if fmt == NVFP4 else None
     q = quantize(w, fmt, scale=global_scale)

@@ -28,10 +28,25 @@ def _e2m1_pairs(device: torch.device) -> torch.Tensor:
     return torch.stack((signed[codes & 15], signed[codes >> 4]), dim=1).to(device)
 
 
+@functools.cache
+def _fp8_values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """(256,) float32: the value of every code."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float().to(device)
+
+
+def _look_up(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """table[codes] for uint8 codes; on a CPU four times as fast as indexing or as torch's own conversion of FP8."""
+    return table.index_select(0, codes.int().flatten()).view(*codes.shape, *table.shape[1:])
+
+
 def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """(..., K/2) uint8 -> (..., K) float32. The low nibble holds the even k."""
-    pairs = torch.nn.functional.embedding(packed.int(), _e2m1_pairs(packed.device))
-    return pairs.flatten(-2)
+    return _look_up(_e2m1_pairs(packed.device), packed).flatten(-2)
+
+
+def decode_fp8(codes: torch.Tensor) -> torch.Tensor:
+    """e4m3 or e5m2 -> float32."""
+    return _look_up(_fp8_values(codes.dtype, codes.device), codes.view(torch.uint8))
 
 
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from b12x_core.formats import ALL, Element, Format, ScaleType
-from b12x_core.reference.codecs import decode_e2m1, decode_e8m0, encode_e2m1, encode_e8m0_up, encode_fp8
+from b12x_core.reference.codecs import decode_e2m1, decode_e8m0, decode_fp8, encode_e2m1, encode_e8m0_up, encode_fp8
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,16 @@ def divide(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale == 0, 0.0, values / scale)
 
 
-def spread(scale: torch.Tensor, block: tuple[int, int], rows: int, k: int) -> torch.Tensor:
-    """Repeat float32 block scales (..., R, C) over their blocks: broadcastable against (..., rows, k)."""
+def _scaled(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """(..., rows, k) times float32 block scales (..., R, C), each over its block; blocks at the edge are smaller."""
+    rows, k = values.shape[-2:]
     if block[0] not in (ALL, 1):
         scale = scale.repeat_interleave(block[0], dim=-2)[..., :rows, :]
-    if block[1] not in (ALL, 1):
-        scale = scale.repeat_interleave(block[1], dim=-1)[..., :k]
-    return scale
+    if block[1] in (ALL, 1):
+        return values * scale
+    if k % block[1] == 0:
+        return (values.unflatten(-1, (-1, block[1])) * scale.unsqueeze(-1)).flatten(-2)
+    return values * scale.repeat_interleave(block[1], dim=-1)[..., :k]
 
 
 def quantize(x: torch.Tensor, fmt: Format, static_scale: torch.Tensor | None = None) -> QuantizedTensor:
@@ -103,19 +106,16 @@ def dequantize(
         scale: block scales, shape `Format.scale_shape` after the leading dimensions; () or (1,) for one a matrix.
         global_scale: float32, broadcastable against (..., rows, 1).
     """
-    values = decode_e2m1(data) if fmt.element is Element.E2M1 else data.float()
     if fmt.scale is None or fmt.block is None:
-        return values
+        return data.float()
     assert scale is not None
+    values = decode_e2m1(data) if fmt.element is Element.E2M1 else decode_fp8(data)
     factor = decode_e8m0(scale) if fmt.scale is ScaleType.E8M0 else scale.float()
     if fmt.block == (ALL, ALL):
         factor = factor.reshape(*values.shape[:-2], 1, 1)
     elif fmt.block[1] == ALL:
         factor = factor.unsqueeze(-1)
-    else:
-        factor = spread(factor, fmt.block, values.shape[-2], values.shape[-1])
-    values = values * factor
-    return values if global_scale is None else values * global_scale
+    return _scaled(values, factor if global_scale is None else factor * global_scale, fmt.block)
 
 
 def dequantize_activation(q: QuantizedTensor) -> torch.Tensor:
