@@ -109,6 +109,13 @@ def conformance_report(session: nox.Session) -> None:
     session.run("python", "-m", "b12x_conformance.report", *folders, f"--output={RESULTS}")
 
 
+@nox.session(default=False)
+def mutations(session: nox.Session) -> None:
+    """Edit the reference in small ways; the conformance suite must notice each."""
+    install_packages(session, CORE, CONFORMANCE, pins=(TORCH,))
+    session.run("python", "-m", "b12x_conformance.mutations", "conformance/tests", *session.posargs)
+
+
 @nox.session(default=False, venv_location=".nox/engine-vllm")
 def demo(session: nox.Session) -> None:
     """A real model answers a question through an engine and b12x."""
