@@ -56,7 +56,7 @@ def _scaled(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -
     if block[1] in (ALL, 1):
         return values * scale
     if k % block[1] == 0:
-        blocks = values.view(*values.shape[:-1], -1, block[1])
+        blocks = values.view(*values.shape[:-1], k // block[1], block[1])
         return (blocks * scale.unsqueeze(-1)).flatten(-2)
     return values * scale.repeat_interleave(block[1], dim=-1)[..., :k]
 
