@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
@@ -14,41 +14,9 @@ from b12x_core.ops.kv_cache import check_cache, check_kv_scales
 from b12x_core.reference.attention import paged_attention as reference_attention
 
 
-def _impl(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> None:
+def _impl(q: torch.Tensor, k_cache: torch.Tensor, *rest: Any) -> None:
     counters.record("paged_attention", dtype_name(k_cache.dtype), k_cache)
-    reference_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        out,
-        lse,
-        scale,
-        causal,
-        window,
-        soft_cap,
-        sinks,
-        k_scale,
-        v_scale,
-    )
+    reference_attention(q, k_cache, *rest)
 
 
 def _support(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *_: object) -> Support:
@@ -72,6 +40,17 @@ _op = register(
 )
 
 
+class _Options(TypedDict, total=False):
+    scale: float | None
+    causal: bool
+    window: int | None
+    soft_cap: float | None
+    sinks: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    out: torch.Tensor | None
+
+
 @overload
 def paged_attention(
     q: torch.Tensor,
@@ -81,15 +60,8 @@ def paged_attention(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     *,
-    scale: float | None = ...,
-    causal: bool = ...,
-    window: int | None = ...,
-    soft_cap: float | None = ...,
-    sinks: torch.Tensor | None = ...,
-    k_scale: torch.Tensor | None = ...,
-    v_scale: torch.Tensor | None = ...,
     return_lse: Literal[False] = ...,
-    out: torch.Tensor | None = ...,
+    **options: Unpack[_Options],
 ) -> torch.Tensor: ...
 
 
@@ -102,15 +74,8 @@ def paged_attention(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     *,
-    scale: float | None = ...,
-    causal: bool = ...,
-    window: int | None = ...,
-    soft_cap: float | None = ...,
-    sinks: torch.Tensor | None = ...,
-    k_scale: torch.Tensor | None = ...,
-    v_scale: torch.Tensor | None = ...,
     return_lse: Literal[True],
-    out: torch.Tensor | None = ...,
+    **options: Unpack[_Options],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -87,42 +88,19 @@ def prepare_linear(
     return _weights.store_into(op, fresh, into)
 
 
-def _impl(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scheme: str,
-) -> torch.Tensor:
+def _impl(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    scale, global_scale, input_scale, bias, scheme = rest
     counters.record("linear", scheme, weight)
     y = reference_linear(x.flatten(0, -2), weight, scale, global_scale, input_scale, bias, SCHEMES[scheme])
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def _fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scheme: str,
-) -> torch.Tensor:
+def _fake(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _support(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scheme: str,
-) -> Support:
-    return supports_linear(SCHEMES[scheme], weight.shape[0], x.shape[-1], x.device)
+def _support(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Support:
+    return supports_linear(SCHEMES[rest[-1]], weight.shape[0], x.shape[-1], x.device)
 
 
 _op = register(
