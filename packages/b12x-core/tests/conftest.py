@@ -33,9 +33,10 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def stored_weight(
-    scheme: Scheme, w: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+Stored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]
+
+
+def stored_weight(scheme: Scheme, w: torch.Tensor) -> Stored:
     """(N, K) float32 -> the stored weight, its scales, its global scale, and what it stands for in float32."""
     fmt = scheme.weight
     if not fmt.quantized:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from b12x_core import (
+    FP8_BLOCK,
     FP8_TENSOR,
     GELU,
     GELU_NOT_GATED,
@@ -27,7 +28,7 @@ from b12x_core import (
     prepare_experts,
 )
 from b12x_core.reference.quantize import as_activation
-from conftest import activation_dtype, input_scale_for, stored_weight
+from conftest import Stored, activation_dtype, input_scale_for, stored_weight
 
 BF16 = Scheme.parse("bf16")
 ACTIVATIONS = {
@@ -70,6 +71,14 @@ def stack(tensors: list[torch.Tensor | None], flat: bool = False) -> torch.Tenso
     return torch.stack([t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in present]).view(present[0].dtype)
 
 
+def stored_rows(scheme: Scheme, w: torch.Tensor, parts: int) -> Stored:
+    """`stored_weight` of equal runs of rows, each with blocks of its own."""
+    data, scale, global_scale, dense = zip(*(stored_weight(scheme, part) for part in w.chunk(parts)), strict=True)
+    if parts == 1:
+        return data[0], scale[0], global_scale[0], dense[0]
+    return torch.cat(data), torch.cat(scale), None, torch.cat(dense)
+
+
 def make_experts(
     scheme: Scheme, experts: int, hidden: int, intermediate: int, activation: Activation, *, interleaved: bool = False
 ) -> tuple[ExpertWeights, torch.Tensor, torch.Tensor]:
@@ -77,7 +86,9 @@ def make_experts(
     static = input_scale_for(scheme, torch.full((1,), 8.0))
     weight, scale, dense, rest = {}, {}, {}, {}
     for name, rows, k in (("w13", activation.rows * intermediate, hidden), ("w2", hidden, intermediate)):
-        parts = [stored_weight(scheme, torch.randn(rows, k) * 0.2) for _ in range(experts)]
+        # The blocks of fp8-block start anew at the up rows: quantized apart, then put one over the other.
+        apart = scheme.weight == FP8_BLOCK and name == "w13" and activation.gated and not interleaved
+        parts = [stored_rows(scheme, torch.randn(rows, k) * 0.2, 2 if apart else 1) for _ in range(experts)]
         weight[name] = stack([data for data, *_ in parts])
         scale[name] = stack([value for _, value, *_ in parts], flat=scheme.weight == FP8_TENSOR)
         dense[name] = torch.stack([part[3] for part in parts])
@@ -279,6 +290,24 @@ def test_global_scale_a_row_serves_unequal_gate_and_up_exactly() -> None:
         rtol=2**-7,
         atol=1e-6,
     )
+
+
+def test_block_scales_start_anew_at_the_up_projection() -> None:
+    """I = 160 is no multiple of 128: gate and up each have two rows of blocks, the second of 32 rows."""
+    scheme = Scheme.parse("fp8-block-w8a16")
+    w13, w2 = torch.ones(1, 320, 64).to(torch.float8_e4m3fn), torch.eye(160)[None, :64].to(torch.float8_e4m3fn)
+    scale = torch.tensor([[[1.0], [2.0], [3.0], [5.0]]])
+    experts = prepare_experts(scheme, w13, scale, w2, torch.ones(1, 1, 2))
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    x[0, 0] = 1.0
+    one = torch.ones(1, 1)
+    y = fused_moe(x, experts, one, one.int() - 1, activation=RELU2)
+    assert y[0].tolist() == [3.0] * 64  # gate 1, up 3
+    last = prepare_experts(scheme, w13, scale, torch.eye(160)[None, 96:].to(torch.float8_e4m3fn), torch.ones(1, 1, 2))
+    y = fused_moe(x, last, one, one.int() - 1, activation=RELU2)
+    assert y[0].tolist() == [3.0] * 32 + [20.0] * 32  # from row 128 on: gate 2, up 5
+    with pytest.raises(ArgumentError, match=r"w13_scale must be .* with shape \(1, 4, 1\) for fp8-block weights"):
+        prepare_experts(scheme, w13, scale[:, :3], w2, torch.ones(1, 1, 2))
 
 
 def test_reload_keeps_addresses() -> None:

@@ -24,18 +24,29 @@ def check_weight(op: str, argument: str, weight: torch.Tensor, fmt: Format, dims
 
 
 def canonical_scale(
-    op: str, argument: str, scale: torch.Tensor | None, fmt: Format, lead: tuple[int, ...], rows: int, k: int
+    op: str,
+    argument: str,
+    scale: torch.Tensor | None,
+    fmt: Format,
+    lead: tuple[int, ...],
+    rows: int,
+    k: int,
+    parts: int = 1,
 ) -> torch.Tensor | None:
     """Block scales in the shape of `Format.scale_shape` after the leading dimensions, e8m0 as its torch dtype.
 
     A scale a tensor may be a scalar, a scale a row may carry a last dimension of 1; fp32 block scales may be stored
-    as e8m0, whose values fp32 holds exactly.
+    as e8m0, whose values fp32 holds exactly. `parts` equal runs of rows each have blocks of their own.
     """
     if fmt.scale is None:
         if scale is not None:
             raise _checks.fail(op, argument, f"None for {fmt} weights", scale)
         return None
-    shape = (*lead, *fmt.scale_shape(rows, k)) if fmt.block != (ALL, ALL) else lead or (1,)
+    if fmt.block == (ALL, ALL):
+        shape = lead or (1,)
+    else:
+        first, *others = fmt.scale_shape(rows // parts, k)
+        shape = (*lead, parts * first, *others)
     e8m0 = (torch.uint8, torch.float8_e8m0fnu)
     dtypes: tuple[torch.dtype, ...]
     if fmt.scale is ScaleType.E8M0:

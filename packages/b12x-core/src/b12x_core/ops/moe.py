@@ -49,9 +49,15 @@ class ExpertWeights:
     w2_bias: torch.Tensor | None
 
 
+def _parts(gated: bool, interleaved: bool) -> int:
+    """Runs of rows of w13 with blocks of their own: the gate and the up projection, unless their rows alternate."""
+    return 2 if gated and not interleaved else 1
+
+
 def _prepare_matrix(
     scheme: Scheme,
     name: str,
+    parts: int,
     weight: torch.Tensor,
     scale: torch.Tensor | None,
     global_scale: torch.Tensor | None,
@@ -62,7 +68,7 @@ def _prepare_matrix(
     op, fmt, device = "prepare_experts", scheme.weight, weight.device
     experts, rows, k = weight.shape[0], weight.shape[1], weight.shape[2] * fmt.packed
     _weights.check_scheme_scales(op, scheme, f"{name}_", global_scale, input_scale)
-    scale = _weights.canonical_scale(op, f"{name}_scale", scale, fmt, (experts,), rows, k)
+    scale = _weights.canonical_scale(op, f"{name}_scale", scale, fmt, (experts,), rows, k, parts)
     if scale is not None and scale.device != device:
         raise _checks.fail(op, f"{name}_scale", f"on {device} like the weights", scale)
     if global_scale is not None:
@@ -107,7 +113,8 @@ def prepare_experts(
         scheme: formats of weights and activations.
         w13: first GEMM, (E, 2 * I, H) for gated experts or (E, I, H), e2m1 packed along H as in `prepare_linear`.
         w2: second GEMM, (E, H, I).
-        w13_scale, w2_scale: as `scale` of `prepare_linear` with a leading E; one value an expert for fp8-tensor.
+        w13_scale, w2_scale: as `scale` of `prepare_linear` with a leading E; one value an expert for fp8-tensor. The
+            blocks of fp8-block start anew at the up rows of halves: (E, 2 * ceil(I/128), ceil(H/128)).
         w13_global_scale, w2_global_scale: nvfp4: fp32 (E,), or (E, rows) with one a row.
         w13_input_scale, w2_input_scale: as `input_scale` of `prepare_linear`, one value or (E,).
         w13_bias, w2_bias: (E, 2 * I or I) and (E, H), bf16, fp16 or fp32.
@@ -139,8 +146,9 @@ def prepare_experts(
     support = supports_moe(scheme, experts, hidden, intermediate, SILU, w13.device)
     if not support.ok:
         raise UnsupportedError(f"{op}: {support.reason}")
-    first = _prepare_matrix(scheme, "w13", w13, w13_scale, w13_global_scale, w13_input_scale, w13_bias)
-    second = _prepare_matrix(scheme, "w2", w2, w2_scale, w2_global_scale, w2_input_scale, w2_bias)
+    parts = _parts(gated, gate_up == "interleaved")
+    first = _prepare_matrix(scheme, "w13", parts, w13, w13_scale, w13_global_scale, w13_input_scale, w13_bias)
+    second = _prepare_matrix(scheme, "w2", 1, w2, w2_scale, w2_global_scale, w2_input_scale, w2_bias)
     tensors: dict[str, torch.Tensor | None] = first | second
     fresh = ExpertWeights(
         scheme,
@@ -194,7 +202,9 @@ def _impl(
             x,
             topk_weights,
             topk_ids,
-            reference.ExpertMatrix(w13, w13_scale, w13_global_scale, w13_input_scale, w13_bias),
+            reference.ExpertMatrix(
+                w13, w13_scale, w13_global_scale, w13_input_scale, w13_bias, _parts(gated, interleaved)
+            ),
             reference.ExpertMatrix(w2, w2_scale, w2_global_scale, w2_input_scale, w2_bias),
             expert_map,
             SCHEMES[scheme],

@@ -8,26 +8,36 @@ import torch
 from torch.nn import functional
 
 from b12x_core.activations import Activation
-from b12x_core.formats import ALL, Scheme
+from b12x_core.formats import ALL, FP8_BLOCK, Scheme
 from b12x_core.reference.linear import per_row
 from b12x_core.reference.quantize import as_activation, dequantize
 
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """One of the two stacked weights of E experts, with everything that belongs to it; see `prepare_experts`."""
+    """One of the two stacked weights of E experts, with everything that belongs to it; see `prepare_experts`.
+
+    Attributes:
+        parts: equal runs of rows whose block scales each start anew: 2 where gate and up rows lie one over the other.
+    """
 
     weight: torch.Tensor
     scale: torch.Tensor | None
     global_scale: torch.Tensor | None
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
+    parts: int = 1
 
     def product(self, expert: int, a: torch.Tensor, scheme: Scheme) -> torch.Tensor:
         """A (rows, K) float32, as the GEMM sees it, times the expert's weight, plus its bias -> float32."""
-        scale = None if self.scale is None else self.scale[expert]
-        global_scale = None if self.global_scale is None else self.global_scale[expert]
-        y = a @ dequantize(self.weight[expert], scheme.weight, scale, per_row(global_scale)).T
+        weight, scale = self.weight[expert], None if self.scale is None else self.scale[expert]
+        if scheme.weight == FP8_BLOCK and scale is not None:
+            each = (part.unflatten(0, (self.parts, -1)) for part in (weight, scale))
+            w = dequantize(next(each), scheme.weight, next(each)).flatten(0, 1)
+        else:
+            global_scale = None if self.global_scale is None else self.global_scale[expert]
+            w = dequantize(weight, scheme.weight, scale, per_row(global_scale))
+        y = a @ w.T
         return y if self.bias is None else y + self.bias[expert].float()
 
     def static_scale(self, expert: int) -> torch.Tensor | None:
