@@ -48,6 +48,11 @@ def divide(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale == 0, 0.0, values / scale)
 
 
+def _over(amax: torch.Tensor, largest: float) -> torch.Tensor:
+    """Amax / largest, rounded once. By a plain number torch divides on CUDA as it multiplies with the reciprocal."""
+    return amax / torch.full_like(amax, largest)
+
+
 def _scaled(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """(..., rows, k) times float32 block scales (..., R, C), each over its block; blocks at the edge are smaller."""
     rows, k = values.shape[-2:]
@@ -74,7 +79,7 @@ def quantize(x: torch.Tensor, fmt: Format, static_scale: torch.Tensor | None = N
     largest = fmt.element.largest
     if fmt.block == (ALL, ALL):
         amax = values.abs().amax() if values.numel() else values.new_zeros(())
-        scale = (amax / largest if static_scale is None else static_scale.float()).reshape(1)
+        scale = (_over(amax, largest) if static_scale is None else static_scale.float()).reshape(1)
         return QuantizedTensor(fmt, encode_fp8(divide(values, scale), fmt.element), scale)
     assert fmt.block is not None
     width = fmt.block[1] or k
@@ -83,15 +88,15 @@ def quantize(x: torch.Tensor, fmt: Format, static_scale: torch.Tensor | None = N
     if fmt.scale is ScaleType.E4M3:
         assert static_scale is not None
         global_scale = static_scale.float().reshape(())
-        scale = encode_fp8(divide(amax / largest, global_scale), Element.E4M3)
+        scale = encode_fp8(divide(_over(amax, largest), global_scale), Element.E4M3)
         step = scale.float() * global_scale
         wide = divide(values, step.repeat_interleave(width, dim=-1))
         return QuantizedTensor(fmt, encode_e2m1(wide), scale, global_scale)
     if fmt.scale is ScaleType.E8M0:
-        scale = encode_e8m0_up(amax / largest)
+        scale = encode_e8m0_up(_over(amax, largest))
         step = decode_e8m0(scale)
     else:
-        scale = step = amax / largest
+        scale = step = _over(amax, largest)
     wide = divide(values, step.repeat_interleave(width, dim=-1)[..., :k])
     data = encode_e2m1(wide) if fmt.element is Element.E2M1 else encode_fp8(wide, fmt.element)
     return QuantizedTensor(fmt, data, scale.squeeze(-1) if fmt.block[1] == ALL else scale)
