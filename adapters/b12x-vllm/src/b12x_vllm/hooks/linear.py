@@ -75,6 +75,21 @@ class Layer:
             parameter.weight_loader(parameter, tensor, *(() if shard is None else (shard,)))
 
 
+def cannot_express(case: LinearCase) -> str | None:
+    """Why vLLM's linear layers cannot hold a case, None if they can."""
+    method = (case.quantization or {}).get("quant_method")
+    if method in (None, "mxfp4"):
+        return "vLLM runs such a layer unquantized, with kernels that --linear-backend does not choose"
+    rows = [rows for _, rows in case.shards]
+    blocks = any(name.endswith("weight_scale_inv") for name in case.tensors)
+    if blocks and any(count % 128 for count in rows[:-1]):
+        return (
+            "vLLM lays the block scales of fused projections on one grid of 128 rows, so all but the last need a "
+            f"multiple of 128 rows; got {rows}"
+        )
+    return None
+
+
 def build(case: LinearCase) -> Layer:
     """See `b12x_core.adapters.AdapterSpec.b12x_linear_layer`.
 
