@@ -48,7 +48,12 @@ MUTATIONS = (
         "(signed[codes >> 4], signed[codes & 15])",
     ),
     Mutation("e2m1 ties to odd", CODECS, "if upper % 2 == 0", "if upper % 2 == 1"),
-    Mutation("FP8 not saturated", CODECS, "values.clamp(-element.largest, element.largest)", "values"),
+    Mutation(
+        "FP8 range of the fnuz code",
+        CODECS,
+        "values.clamp(-element.largest, element.largest)",
+        "values.clamp(-240, 240)",
+    ),
     Mutation("e8m0 rounds down", CODECS, "torch.where(mantissa == 0.5, exponent - 1, exponent)", "exponent - 1"),
     Mutation("e8m0 bias off by one", CODECS, "power + 127", "power + 126"),
     Mutation("division by a scale of 0", QUANTIZE, "torch.where(scale == 0, 0.0, values / scale)", "values / scale"),
