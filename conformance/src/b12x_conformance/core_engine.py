@@ -72,7 +72,7 @@ class CoreEngine:
 
     def __init__(self, checkpoint: str, options: TextEngineOptions) -> None:
         self._options = options
-        self._model = load(Path(checkpoint), options.dtype).to(options.device)
+        self._model = load(Path(checkpoint), options.dtype, options.device)
         self._step: _Step | None = None
         self._budget = options.max_num_batched_tokens or STEP_TOKENS
         for module in self._model.modules():
@@ -215,7 +215,7 @@ def _accept(request: _Request, logprobs: torch.Tensor) -> None:
         request.computed += 1
 
 
-def load(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
+def load(checkpoint: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """The model of a checkpoint folder, on the ops.
 
     Raises:
@@ -225,7 +225,7 @@ def load(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
     packing = packings.parse(getattr(config, "quantization_config", None))
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    tensors = load_file(checkpoint / "model.safetensors")
+    tensors = load_file(checkpoint / "model.safetensors", device=device)
     model_class = getattr(transformers, config.architectures[0])
     model: PreTrainedModel = model_class.from_pretrained(
         None,
@@ -235,7 +235,7 @@ def load(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
         attn_implementation=IMPLEMENTATION,
         experts_implementation=IMPLEMENTATION,
     )
-    model.eval()
+    model.eval().to(device)
     stored_names = _stored_names(tensors)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name in stored_names:

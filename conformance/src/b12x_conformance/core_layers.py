@@ -148,7 +148,8 @@ class CoreLinear:
 
     def __init__(self, case: LinearCase) -> None:
         packing = packings.parse(case.quantization)
-        parts = [packing.read(case.tensors, name) for name, _ in case.shards]
+        tensors = _on_device(case)
+        parts = [packing.read(tensors, name) for name, _ in case.shards]
         self._parts = [prepare_linear(part, case.dtype) for part in fuse(parts)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -163,12 +164,13 @@ class CoreMoE:
         local = case.num_experts // case.ep_size
         first = case.ep_rank * local
         self._case = case
-        if "gate_up_proj_blocks" in case.tensors:
-            self._experts = prepare_gpt_oss_experts(case.tensors, "", slice(first, first + local))
+        tensors = _on_device(case)
+        if "gate_up_proj_blocks" in tensors:
+            self._experts = prepare_gpt_oss_experts(tensors, "", slice(first, first + local))
         else:
             packing = packings.parse(case.quantization)
             stored = read_experts(
-                packing, case.tensors, lambda expert, which: f"{expert}.{which}_proj", range(first, first + local)
+                packing, tensors, lambda expert, which: f"{expert}.{which}_proj", range(first, first + local)
             )
             self._experts = prepare_experts(stored, case.dtype)
         self._map: torch.Tensor | None = None
@@ -196,8 +198,10 @@ class CoreAttention:
         dtype = KV_DTYPES.get(case.kv_dtype, case.dtype)
         shape = (case.num_pages, case.page_size, case.num_kv_heads)
         self._case = case
-        self._k = torch.zeros(*shape, case.head_dim, dtype=dtype, device=case.device)
-        self._v = torch.zeros(*shape, case.v_head_dim or case.head_dim, dtype=dtype, device=case.device)
+        # Not zeroed: only the pages that are written need to exist, and a case may have gigabytes of them.
+        self._k = torch.empty(*shape, case.head_dim, dtype=dtype, device=case.device)
+        self._v = torch.empty(*shape, case.v_head_dim or case.head_dim, dtype=dtype, device=case.device)
+        self._sinks = None if case.sinks is None else case.sinks.to(case.device)
         self._scales: dict[str, Any] = {
             "k_scale": torch.tensor(case.k_scale, device=case.device),
             "v_scale": torch.tensor(case.v_scale, device=case.device),
@@ -221,10 +225,15 @@ class CoreAttention:
             scale=self._case.scale,
             window=self._case.window,
             soft_cap=self._case.soft_cap,
-            sinks=self._case.sinks,
+            sinks=self._sinks,
             **self._scales,
         )
         return out
+
+
+def _on_device(case: LinearCase | MoECase) -> dict[str, torch.Tensor]:
+    """The tensors of a case where its layer runs; a checkpoint is read on the CPU."""
+    return {name: tensor.to(case.device) for name, tensor in case.tensors.items()}
 
 
 def _served_input_scale(scheme: Scheme, input_scale: torch.Tensor | None) -> torch.Tensor | None:

@@ -193,7 +193,13 @@ def _load(checkpoint: Path, dtype: torch.dtype, quantize_activations: bool) -> P
     weights, rules = _dequantize(tensors, packing)
     model_class = getattr(transformers, config.architectures[0])
     model: PreTrainedModel = model_class.from_pretrained(
-        None, config=config, state_dict=weights, dtype=dtype, experts_implementation=intercept.IMPLEMENTATION
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=dtype,
+        # The other implementations have no soft cap and no sinks, and some versions pick one of them all the same.
+        attn_implementation="eager",
+        experts_implementation=intercept.IMPLEMENTATION,
     )
     model.eval()
     if rules and quantize_activations:

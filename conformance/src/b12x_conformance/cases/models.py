@@ -61,11 +61,12 @@ class ModelProblem:
     Attributes:
         id: of the test.
         checkpoint: makes the folder.
-        served: counters that must have counted, "<op>/<scheme>". Every other scheme of a quantized weight must not.
+        served: counters that must have counted, "<op>/<scheme>". Other schemes for the same kind of weight must not.
         tolerance: how near to the truth.
         tokens: greedy tokens a prompt.
         text_tokens: tokens of the text that are scored.
         options: how it is served.
+        equivalent: schemes that may have served in addition, because they lose nothing.
         force_a16: with `B12X_FORCE_A16=1`; the truth then leaves activations alone too.
         random: prompts and text are random tokens.
     """
@@ -77,6 +78,7 @@ class ModelProblem:
     tokens: int = 6
     text_tokens: int = 256
     options: TextEngineOptions = field(default_factory=TextEngineOptions)
+    equivalent: tuple[str, ...] = ()
     force_a16: bool = False
     random: bool = False
 
@@ -170,7 +172,14 @@ PROBLEMS: tuple[ModelProblem, ...] = (
     ModelProblem("mxfp4-dense", _dense("compressed-mxfp4"), ("linear/mxfp4-w4a4",), E2M1_ACTIVATIONS),
     ModelProblem("mxfp4-moe", _experts("compressed-mxfp4-w4a16"), ("fused_moe/mxfp4-w4a16",), WEIGHT_ONLY),
     ModelProblem("fp8-channel-dense", _dense("compressed-fp8-channel"), ("linear/fp8-channel",), E4M3_ACTIVATIONS),
-    ModelProblem("fp8-tensor-dense", _dense("fp8-tensor"), ("linear/fp8-tensor",), E4M3_ACTIVATIONS),
+    ModelProblem(
+        "fp8-tensor-dense",
+        _dense("fp8-tensor"),
+        ("linear/fp8-tensor",),
+        E4M3_ACTIVATIONS,
+        # Scales of fused projections, one of each, kept as a scale for each row.
+        equivalent=("linear/fp8-channel-tensor",),
+    ),
     ModelProblem("fp8-block-moe", _experts("fp8-block"), ("fused_moe/fp8-block",), E4M3_ACTIVATIONS),
     ModelProblem("mxfp8-dense", _dense("modelopt-mxfp8"), ("linear/mxfp8",), E4M3_ACTIVATIONS),
     ModelProblem("random-gpt-oss", _random("gpt-oss"), ("fused_moe/mxfp4-w4a16",), RANDOM, random=True),
