@@ -17,12 +17,10 @@ from b12x_core.adapters import AttentionCase, LinearCase, MoECase
 from b12x_core.formats import Scheme
 from b12x_core.ops.linear import LinearWeights
 from b12x_core.ops.moe import ExpertWeights
-from torch.nn.functional import pad
 
 from b12x_conformance.checkpoints import packings
 from b12x_conformance.checkpoints.packings import StoredLinear
 
-FP8_BLOCK_SIZE = 128
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 Tensors = Mapping[str, torch.Tensor]
@@ -105,8 +103,10 @@ def prepare_experts(stored: StoredExperts, dtype: torch.dtype) -> ExpertWeights:
     if not scheme.weight.quantized:
         scheme = formats.SCHEMES["fp16" if dtype == torch.float16 else "bf16"]
     gate, up, down = stored.gate, stored.up, stored.down
-    if scheme.weight == formats.FP8_BLOCK:
-        gate, up, down = gate and _padded(gate, dim=0), _padded(up, dim=0), _padded(down, dim=1)
+    if scheme.weight == formats.FP8_TENSOR and gate is not None and not _all_equal_scales(gate, up):
+        # One matrix of an expert has one scale; two scales are kept exactly as a scale for each row.
+        scheme = Scheme(formats.FP8_ROW, scheme.activation)
+        gate, up, down = ([_by_row(part) for part in parts] for parts in (gate, up, down))
     first = up if gate is None else [_gate_over_up(*pair) for pair in zip(gate, up, strict=True)]
     weights = [torch.stack([part.weight for part in parts]) for parts in (first, down)]
     w13, w2 = weights if scheme.weight.quantized else [weight.to(dtype) for weight in weights]
@@ -247,47 +247,27 @@ def _gate_over_up(gate: StoredLinear, up: StoredLinear) -> StoredLinear:
         # Both see the same input; the larger scale clips neither.
         shared = torch.maximum(gate.input_scale, up.input_scale)
         gate, up = replace(gate, input_scale=shared), replace(up, input_scale=shared)
-    if gate.scheme.weight == formats.FP8_TENSOR:
-        assert gate.scale is not None
-        assert up.scale is not None
-        largest = torch.maximum(gate.scale.reshape(()), up.scale.reshape(()))
-        parts = [_at_scale(gate, largest), _at_scale(up, largest)]
-        return replace(gate, weight=torch.cat(parts), scale=largest, bias=_cat([gate.bias, up.bias]))
-    if gate.scheme.weight == formats.FP8_BLOCK:
-        # Rows were padded to whole blocks.
+    if gate.scheme.weight in (formats.FP8_TENSOR, formats.FP8_BLOCK):
+        tensor = gate.scheme.weight == formats.FP8_TENSOR
         return replace(
             gate,
             weight=torch.cat([gate.weight, up.weight]),
-            scale=_cat([gate.scale, up.scale]),
+            # One scale serves both; blocks of the up projection start anew below those of the gate.
+            scale=gate.scale if tensor else _cat([gate.scale, up.scale]),
             bias=_cat([gate.bias, up.bias]),
         )
     return fuse([gate, up])[0]
 
 
-def _at_scale(part: StoredLinear, scale: torch.Tensor) -> torch.Tensor:
-    """The elements of an e4m3 matrix, re-rounded to a larger scale: one matrix of an expert has one scale."""
+def _all_equal_scales(gate: Sequence[StoredLinear], up: Sequence[StoredLinear]) -> bool:
+    return all(_equal([one.scale, other.scale]) for one, other in zip(gate, up, strict=True))
+
+
+def _by_row(part: StoredLinear) -> StoredLinear:
+    """A matrix with one scale as one with that scale for each row."""
     assert part.scale is not None
-    own = part.scale.reshape(())
-    return part.weight if torch.equal(own, scale) else (part.weight.float() * (own / scale)).to(part.weight.dtype)
-
-
-def _padded(parts: Sequence[StoredLinear], *, dim: int) -> list[StoredLinear]:
-    """Block-scaled matrices with rows or columns of zeros up to a whole block, so that gate and up can be stacked.
-
-    Zero rows of gate and up give a zero intermediate (every activation of 0 is 0), which meets zero columns of down.
-    """
-    missing = -parts[0].weight.shape[dim] % FP8_BLOCK_SIZE
-    if not missing:
-        return list(parts)
-    sides = (0, missing) if dim == 1 else (0, 0, 0, missing)
-    return [
-        replace(
-            part,
-            weight=pad(part.weight.view(torch.uint8), sides).view(part.weight.dtype),
-            bias=pad(part.bias, (0, missing)) if part.bias is not None and dim == 0 else part.bias,
-        )
-        for part in parts
-    ]
+    scheme = Scheme(formats.FP8_ROW, part.scheme.activation)
+    return replace(part, scheme=scheme, scale=part.scale.reshape(1).expand(part.rows))
 
 
 def _equal(values: Sequence[torch.Tensor | None]) -> bool:
