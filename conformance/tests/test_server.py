@@ -50,6 +50,7 @@ def test_b12x_served_the_layers(server: serving.Server) -> None:
     server.client().completions.create(model=server.model(), prompt="One", max_tokens=2, temperature=0)
     served = server.served()
     layers = {key: count["layers"] for key, count in served.items()}
+    assert layers["linear/nvfp4-w4a16"] == 60  # qkv and o
     assert layers["fused_moe/nvfp4-w4a16"] == 30
     assert layers["paged_attention/bfloat16"] == 30
     assert layers["write_kv_cache/bfloat16"] == 30

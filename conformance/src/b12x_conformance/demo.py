@@ -108,7 +108,9 @@ def main(
         raise typer.Exit(1) from None
     console.print()
     _report(served)
-    missing = [op for op in ("fused_moe/", "paged_attention/") if not any(key.startswith(op) for key in served)]
+    missing = [
+        op for op in ("linear/", "fused_moe/", "paged_attention/") if not any(key.startswith(op) for key in served)
+    ]
     if missing or not answer.strip():
         console.print(f"[red]The demo failed: no answer, or b12x did not serve {', '.join(missing)}[/red]")
         raise typer.Exit(1)

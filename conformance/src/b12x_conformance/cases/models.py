@@ -154,7 +154,7 @@ PROBLEMS: tuple[ModelProblem, ...] = (
         options=TextEngineOptions(kv_dtype="fp8_e4m3"),
     ),
     ModelProblem(
-        "nvfp4-moe", _experts("modelopt-nvfp4-w4a16"), ("fused_moe/nvfp4-w4a16",), TEXT, options=FP16, **_FULL
+        "nvfp4-moe", _experts("modelopt-nvfp4-w4a16"), (*_FP4, "fused_moe/nvfp4-w4a16"), TEXT, options=FP16, **_FULL
     ),
     ModelProblem("fp8-block-dense", _dense("fp8-block"), ("linear/fp8-block",), E4M3_ACTIVATIONS, **_FULL),
     ModelProblem(
@@ -170,7 +170,9 @@ PROBLEMS: tuple[ModelProblem, ...] = (
     ModelProblem("nvfp4-w4a4-moe", _experts("modelopt-nvfp4"), ("fused_moe/nvfp4-w4a4",), E2M1_ACTIVATIONS),
     ModelProblem("compressed-nvfp4-dense", _dense("compressed-nvfp4"), ("linear/nvfp4-w4a4",), E2M1_ACTIVATIONS),
     ModelProblem("mxfp4-dense", _dense("compressed-mxfp4"), ("linear/mxfp4-w4a4",), E2M1_ACTIVATIONS),
-    ModelProblem("mxfp4-moe", _experts("compressed-mxfp4-w4a16"), ("fused_moe/mxfp4-w4a16",), WEIGHT_ONLY),
+    ModelProblem(
+        "mxfp4-moe", _experts("compressed-mxfp4-w4a16"), ("linear/mxfp4-w4a16", "fused_moe/mxfp4-w4a16"), WEIGHT_ONLY
+    ),
     ModelProblem("fp8-channel-dense", _dense("compressed-fp8-channel"), ("linear/fp8-channel",), E4M3_ACTIVATIONS),
     ModelProblem(
         "fp8-tensor-dense",

@@ -50,7 +50,9 @@ def smollm2_moe(kind: str, *, unequal: bool = False) -> Path:
     def build(folder: Path) -> None:
         layers = range(json.loads((source / "config.json").read_text())["num_hidden_layers"])
         routers = [f"model.layers.{layer}.block_sparse_moe.gate" for layer in layers]
-        attention = [f"model.layers.{layer}.self_attn.{p}_proj" for layer in layers for p in "qkvo"]
+        # Attention on 4-bit activations as well would leave little of so small a model.
+        spared = [] if kind.endswith("w4a16") else [f"self_attn.{p}_proj" for p in "qkvo"]
+        attention = [f"model.layers.{layer}.{name}" for layer in layers for name in spared]
         quantized.quantize_folder(source, folder, kind, ignore=("lm_head", *routers, *attention), unequal=unequal)
 
     name = f"smollm2-moe{experts}-{kind}{'-unequal' if unequal else ''}"
