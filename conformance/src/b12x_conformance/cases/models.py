@@ -41,7 +41,9 @@ WEIGHT_ONLY = Tolerance("bf16 where the truth has fp32: 0.017 measured in SmolLM
 # A rounding step of an activation is large, and whether a value that lies near a tie is rounded up or down depends on
 # the last bit of what came before. Over 30 layers those decisions lose all memory: noise of 1e-5 in the layers' outputs
 # moves log-probabilities of SmolLM2 by 0.11 on average with e4m3 activations and by 0.43 with e2m1. That is as far as
-# two right implementations are apart, so greedy texts part early and only averages can be compared.
+# two right implementations are apart, so greedy texts part where the truth sees more than a near tie (0.21 logits is
+# the widest gap measured with e4m3), and averages are what can be compared closely.
+E4M3_TEXT = Tolerance("e4m3 activations near a tie round either way: 0.09 measured in SmolLM2", 0.5, 0.25, 0.01)
 E4M3_ACTIVATIONS = Tolerance("e4m3 activations near a tie round either way: 0.11 measured in SmolLM2", None, 0.25, 0.03)
 E2M1_ACTIVATIONS = Tolerance("e2m1 activations near a tie round either way: 0.43 measured in SmolLM2", None, 0.9, 0.12)
 
@@ -156,7 +158,7 @@ PROBLEMS: tuple[ModelProblem, ...] = (
     ModelProblem(
         "nvfp4-moe", _experts("modelopt-nvfp4-w4a16"), (*_FP4, "fused_moe/nvfp4-w4a16"), TEXT, options=FP16, **_FULL
     ),
-    ModelProblem("fp8-block-dense", _dense("fp8-block"), ("linear/fp8-block",), E4M3_ACTIVATIONS, **_FULL),
+    ModelProblem("fp8-block-dense", _dense("fp8-block"), ("linear/fp8-block",), E4M3_TEXT, options=FP16, **_FULL),
     ModelProblem(
         "fp8-block-dense-16-bit-activations",
         _dense("fp8-block"),
