@@ -55,7 +55,7 @@ def result(adapter: Adapter, problem: ModelProblem, device: str, record_property
     """The run of a problem by an adapter."""
     if not adapter.implements("b12x_text_engine"):
         pytest.skip(f"adapter {adapter.name} does not implement b12x_text_engine")
-    reason = adapter.cannot_express(problem.options)
+    reason = adapter.cannot_express(replace(problem.options, device=device))
     if reason is not None:
         pytest.skip(reason)
     outcome = run(adapter, problem, device)

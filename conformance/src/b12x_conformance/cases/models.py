@@ -47,6 +47,9 @@ E4M3_TEXT = Tolerance("e4m3 activations near a tie round either way: 0.09 measur
 E4M3_ACTIVATIONS = Tolerance("e4m3 activations near a tie round either way: 0.11 measured in SmolLM2", None, 0.25, 0.03)
 E2M1_ACTIVATIONS = Tolerance("e2m1 activations near a tie round either way: 0.43 measured in SmolLM2", None, 0.9, 0.12)
 
+# Scales that are powers of two leave e2m1 with larger steps.
+MXFP4_ACTIVATIONS = Tolerance("e2m1 activations near a tie round either way: 0.85 measured in SmolLM2", None, 1.4, 0.2)
+
 RANDOM = Tolerance("bf16 where the truth has fp32, and routers at a tie, in layers that amplify", None, 0.3, 0.1)
 
 LONG_TEXT = 4000
@@ -171,7 +174,7 @@ PROBLEMS: tuple[ModelProblem, ...] = (
     ModelProblem("nvfp4-w4a4-dense", _dense("modelopt-nvfp4"), ("linear/nvfp4-w4a4",), E2M1_ACTIVATIONS),
     ModelProblem("nvfp4-w4a4-moe", _experts("modelopt-nvfp4"), ("fused_moe/nvfp4-w4a4",), E2M1_ACTIVATIONS),
     ModelProblem("compressed-nvfp4-dense", _dense("compressed-nvfp4"), ("linear/nvfp4-w4a4",), E2M1_ACTIVATIONS),
-    ModelProblem("mxfp4-dense", _dense("compressed-mxfp4"), ("linear/mxfp4-w4a4",), E2M1_ACTIVATIONS),
+    ModelProblem("mxfp4-dense", _dense("compressed-mxfp4"), ("linear/mxfp4-w4a4",), MXFP4_ACTIVATIONS),
     ModelProblem(
         "mxfp4-moe", _experts("compressed-mxfp4-w4a16"), ("linear/mxfp4-w4a16", "fused_moe/mxfp4-w4a16"), WEIGHT_ONLY
     ),
