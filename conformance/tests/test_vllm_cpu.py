@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import torch
-from b12x_conformance import vllm_cpu
+from b12x_conformance import environment, vllm_cpu
 from b12x_conformance.vllm_cpu import ops
 
 
 @pytest.mark.parametrize(("value", "chosen"), [("1", True), ("0", False), ("", False)])
 def test_platform_is_offered_only_when_asked_for(value: str, chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(vllm_cpu.SWITCH, value)
+    monkeypatch.setenv(environment.CPU.name, value)
     assert (vllm_cpu.activate() is not None) == chosen
 
 

@@ -8,9 +8,8 @@ plain torch in place of the compiled helpers (`b12x_conformance.vllm_cpu.ops`). 
 
 from __future__ import annotations
 
-import os
+from b12x_conformance.environment import CPU
 
-SWITCH = "B12X_CONFORMANCE_CPU"
 _PLATFORM = "b12x_conformance.vllm_cpu.platform.ReferenceCpuPlatform"
 
 
@@ -19,4 +18,4 @@ def activate() -> str | None:
 
     vLLM calls it in every process, before its own platform exists, so nothing of vLLM is imported here.
     """
-    return _PLATFORM if os.environ.get(SWITCH) == "1" else None
+    return _PLATFORM if CPU.get() == "1" else None
