@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 import typer
 from b12x_core import environment
 from b12x_core.adapters import Adapter, TextEngineOptions, discover
-from b12x_core.capabilities import tier_of
+from b12x_core.capabilities import Op, find
 from b12x_core.counters import Count
 from rich.console import Console
 from rich.table import Table
@@ -29,8 +30,11 @@ def _options() -> TextEngineOptions:
     if not torch.cuda.is_available():
         console.print("No CUDA device is visible: the engine runs on the CPU, on b12x's plain torch reference.")
         return TextEngineOptions(max_model_len=1024)
-    tier, where = tier_of("cuda")
-    console.print(f"GPU: {torch.cuda.get_device_name()}, {where}, tier {tier.value if tier else 'none'}.")
+    console.print(f"GPU: {torch.cuda.get_device_name()}.")
+    support = find(Op.MOE, "nvfp4-w4a16", "cuda")
+    if not support.ok:
+        console.print(f"{support.reason}: set for this demo.")
+        os.environ[environment.REFERENCE.name] = "1"
     return TextEngineOptions(max_model_len=1024, device="cuda")
 
 
@@ -85,7 +89,7 @@ def main(
     console.print(f"             {model}")
     console.print(f"Step 2 of 3: start the server; its log is {folder / 'server.log'}")
     options = _options()
-    command = adapter.server_command(str(model), 0, options)
+    command = adapter.server_command(str(model), 8000, options)
     console.print(f"             {' '.join(command.argv)}", highlight=False, soft_wrap=True)
     try:
         with console.status("starting (importing an engine takes a minute)") as status:
