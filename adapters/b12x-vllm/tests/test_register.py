@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import b12x_vllm
 import pytest
@@ -94,3 +96,34 @@ def test_hooks_import_nothing_of_the_engine() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip().endswith("False")
     assert "name='vllm'" in result.stdout
+
+
+BESIDE_UPSTREAM = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.utils.b12x import has_b12x
+assert has_b12x(), "the stand-in for the upstream package was not found"
+import vllm.model_executor.kernels.linear as linear
+from vllm.model_executor.layers.fused_moe.oracle import mxfp4, nvfp4
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+served = [*linear._LINEAR_BACKEND_KERNEL_MAP["b12x"], linear.B12xNvFp4W4A16LinearKernel]
+served += nvfp4.backend_to_kernel_cls(nvfp4.NvFp4MoeBackend.B12X)
+served += [kernel for backend in mxfp4.B12X_BACKENDS for kernel in mxfp4.backend_to_kernel_cls(backend)]
+served.append(AttentionBackendEnum.B12X.get_class())
+print(" ".join(sorted({kernel.__module__.partition(".")[0] for kernel in served})))
+"""
+
+
+def test_installed_beside_the_upstream_package_ours_serves_the_flags(tmp_path: Path) -> None:
+    """A stand-in with the upstream package's import name; vLLM looks for it when its modules are imported."""
+    (tmp_path / "b12x").mkdir()
+    (tmp_path / "b12x" / "__init__.py").touch()
+    child = subprocess.run(
+        [sys.executable, "-c", BESIDE_UPSTREAM],
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "B12X_CONFORMANCE_CPU": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    assert child.stdout.split("\n")[-2] == "b12x_vllm"
