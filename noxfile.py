@@ -100,13 +100,8 @@ def run_on_engine(session: nox.Session, name: str) -> None:
     if task == "demo":
         session.run("python", "-m", "b12x_conformance.demo", name, *options)
     else:
-        session.run("python", "-m", "pytest", f"{ENGINES[name]}/tests", env={"B12X_CONFORMANCE_CPU": cpu_switch()})
+        session.run("python", "-m", "pytest", f"{ENGINES[name]}/tests")
         run_conformance(session, name, options)
-
-
-def cpu_switch() -> str:
-    """1 where there is no NVIDIA driver: engines then run on the CPU."""
-    return "0" if os.path.exists("/proc/driver/nvidia/version") else "1"
 
 
 @nox.session(name="conformance-report", default=False)

@@ -22,6 +22,10 @@ FUSED = {ATTENTION: "qkv_proj", ("gate_proj", "up_proj"): "gate_up_proj"}
 """Names that models of vLLM give to fused layers, which the ignore lists of checkpoints are matched against."""
 
 
+UNQUANTIZED = "vLLM runs this layer unquantized, with kernels that --linear-backend does not choose"
+"""Why such a layer has no place behind the flag."""
+
+
 class Layer:
     """A loaded layer of vLLM: x (M, K) -> (M, sum of N).
 
@@ -39,9 +43,7 @@ class Layer:
             try:
                 self.module = _construct(case)
                 if isinstance(self.module.quant_method, UnquantizedLinearMethod):
-                    raise UnsupportedError(
-                        "vLLM runs this layer unquantized, with kernels that --linear-backend does not choose"
-                    )
+                    raise UnsupportedError(UNQUANTIZED)
                 record_metadata_for_reloading(self.module)
                 self.load(case.tensors)
             finally:
@@ -79,14 +81,11 @@ def cannot_express(case: LinearCase) -> str | None:
     """Why vLLM's linear layers cannot hold a case, None if they can."""
     method = (case.quantization or {}).get("quant_method")
     if method in (None, "mxfp4"):
-        return "vLLM runs such a layer unquantized, with kernels that --linear-backend does not choose"
-    rows = [rows for _, rows in case.shards]
-    blocks = any(name.endswith("weight_scale_inv") for name in case.tensors)
-    if blocks and any(count % 128 for count in rows[:-1]):
-        return (
-            "vLLM lays the block scales of fused projections on one grid of 128 rows, so all but the last need a "
-            f"multiple of 128 rows; got {rows}"
-        )
+        return UNQUANTIZED
+    if any(name.endswith("weight_scale_inv") for name in case.tensors):
+        from b12x_vllm.linear.kernels import lost_block_scales
+
+        return lost_block_scales([rows for _, rows in case.shards])
     return None
 
 

@@ -71,6 +71,21 @@ def projection_rows(layer: Any) -> list[int]:
     return list(layer.logical_widths)
 
 
+def lost_block_scales(rows: Sequence[int], ranks: int = 1) -> str | None:
+    """Why vLLM's loader loses block scales of a layer, None if it keeps them.
+
+    Args:
+        rows: of each projection, on one rank.
+        ranks: over which the layer is split. On one, the last projection may end anywhere: nothing follows it.
+    """
+    if len(rows) > 1 and any(count % 128 for count in (rows if ranks > 1 else rows[:-1])):
+        return (
+            f"vLLM cannot load block scales of fused projections with {rows} rows a rank: "
+            "each projection needs a multiple of 128 rows"
+        )
+    return None
+
+
 class LinearKernel:
     """What the kernel classes share.
 
@@ -206,13 +221,9 @@ class _Fp8Kernel(LinearKernel):
                 grid of 128 rows, and drops or overwrites some where a projection starts between its lines.
         """
         if isinstance(getattr(layer, self.parameter_names(layer)["scale"]), BlockQuantScaleParameter):
-            widths, ranks = projection_rows(layer), int(getattr(layer, "tp_size", 1))
-            # On one rank the last projection may end anywhere: nothing follows it.
-            if len(widths) > 1 and any(width % 128 for width in (widths if ranks > 1 else widths[:-1])):
-                raise UnsupportedError(
-                    f"{_name(layer)}: vLLM cannot load block scales of fused projections with {widths} rows a rank: "
-                    "each projection needs a multiple of 128 rows"
-                )
+            ranks = int(getattr(layer, "tp_size", 1))
+            if lost := lost_block_scales(projection_rows(layer), ranks):
+                raise UnsupportedError(f"{_name(layer)}: {lost}")
         super().process_weights_after_loading(layer)
 
     # What vLLM's base classes call once they have quantized x. `apply_weights` takes their place and calls neither.
