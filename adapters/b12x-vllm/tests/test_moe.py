@@ -144,12 +144,6 @@ def test_fp8_input_scale_of_each_expert_stays() -> None:
     torch.testing.assert_close(weights.w13_input_scale, 0.01 + 0.001 * torch.arange(4))
 
 
-def test_rows_of_alternating_projections() -> None:
-    scale = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    assert experts.per_row(scale, 4, alternate=False).tolist() == [[1, 1, 2, 2], [3, 3, 4, 4]]
-    assert experts.per_row(scale, 4, alternate=True).tolist() == [[1, 2, 1, 2], [3, 4, 3, 4]]
-
-
 # ---- loading again
 
 

@@ -239,7 +239,7 @@ def load(checkpoint: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
     stored_names = _stored_names(tensors)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name in stored_names:
-            weights = core_layers.prepare_linear(packing.read(tensors, stored_names[name]), dtype)
+            weights = core_layers.prepare_linear([packing.read(tensors, stored_names[name])], dtype)
             model.set_submodule(name, _Linear(weights))
         elif hasattr(module, "_apply_gate"):
             module.b12x_experts = _experts(config, packing, tensors, stored_names[name], module, dtype)

@@ -7,14 +7,13 @@ nothing between the checkpoint and the op.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import b12x_core
 import torch
 from b12x_core import formats
 from b12x_core.adapters import AttentionCase, LinearCase, MoECase
-from b12x_core.formats import Scheme
 from b12x_core.ops.linear import LinearWeights
 from b12x_core.ops.moe import ExpertWeights
 
@@ -26,42 +25,33 @@ KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 Tensors = Mapping[str, torch.Tensor]
 
 
-def prepare_linear(stored: StoredLinear, dtype: torch.dtype) -> LinearWeights:
-    """Prepared weights of one stored projection, in the scheme to serve it with."""
-    scheme = b12x_core.serving_scheme(stored.scheme)
-    if not scheme.weight.quantized:
-        scheme = formats.SCHEMES["fp16" if dtype == torch.float16 else "bf16"]
-    return b12x_core.prepare_linear(
-        scheme,
-        stored.weight if scheme.weight.quantized else stored.weight.to(dtype),
-        stored.scale,
-        global_scale=stored.global_scale,
-        input_scale=_served_input_scale(scheme, stored.input_scale),
-        bias=stored.bias,
+def prepare_linear(parts: Sequence[StoredLinear], dtype: torch.dtype) -> LinearWeights:
+    """Prepared weights of stored projections of one input, in the scheme to serve them with."""
+    whole = _one_below_the_other(parts, dtype)
+    return b12x_core.prepare_projections(
+        whole.scheme,
+        [part.rows for part in parts],
+        whole.weight,
+        whole.scale,
+        global_scale=whole.global_scale,
+        input_scale=whole.input_scale,
+        bias=whole.bias,
     )
 
 
-def fuse(parts: Sequence[StoredLinear]) -> list[StoredLinear]:
-    """Projections of one input as one matrix, where their scales can be put side by side; else as they are.
-
-    A scale for each row, or each run of K in a row, is simply stacked, and a global scale for each matrix becomes one
-    for each row. A scale for the whole of an FP8 matrix, or for blocks of rows that a projection does not fill, cannot.
-    """
-    first = parts[0]
-    stackable = first.scheme.weight not in (formats.FP8_TENSOR, formats.FP8_BLOCK)
-    same = all(part.scheme == first.scheme and (part.bias is None) == (first.bias is None) for part in parts)
-    if len(parts) == 1 or not stackable or not same or not _equal([part.input_scale for part in parts]):
-        return list(parts)
-    return [
-        StoredLinear(
-            first.scheme,
-            torch.cat([part.weight for part in parts]),
-            _cat([None if part.scale is None else part.scale.reshape(part.rows, -1) for part in parts]),
-            _cat([None if part.global_scale is None else part.global_scale.expand(part.rows) for part in parts]),
-            first.input_scale,
-            _cat([part.bias for part in parts]),
-        )
-    ]
+def _one_below_the_other(parts: Sequence[StoredLinear], dtype: torch.dtype) -> StoredLinear:
+    """Projections of one input as one matrix. Scales are put end to end, so there may be one for each projection."""
+    scheme, weight = parts[0].scheme, torch.cat([part.weight for part in parts])
+    if not scheme.weight.quantized:
+        scheme, weight = formats.SCHEMES["fp16" if dtype == torch.float16 else "bf16"], weight.to(dtype)
+    return StoredLinear(
+        scheme,
+        weight,
+        _cat([part.scale for part in parts]),
+        _cat([part.global_scale for part in parts]),
+        _cat([part.input_scale for part in parts]),
+        _cat([part.bias for part in parts]),
+    )
 
 
 @dataclass(frozen=True)
@@ -99,29 +89,21 @@ def read_experts(
 
 def prepare_experts(stored: StoredExperts, dtype: torch.dtype) -> ExpertWeights:
     """Prepared weights of a layer's experts, gate rows before up rows."""
-    scheme = b12x_core.serving_scheme(stored.up[0].scheme)
-    if not scheme.weight.quantized:
-        scheme = formats.SCHEMES["fp16" if dtype == torch.float16 else "bf16"]
-    gate, up, down = stored.gate, stored.up, stored.down
-    if scheme.weight == formats.FP8_TENSOR and gate is not None and not _all_equal_scales(gate, up):
-        # One matrix of an expert has one scale; two scales are kept exactly as a scale for each row.
-        scheme = Scheme(formats.FP8_ROW, scheme.activation)
-        gate, up, down = ([_by_row(part) for part in parts] for parts in (gate, up, down))
-    first = up if gate is None else [_gate_over_up(*pair) for pair in zip(gate, up, strict=True)]
-    weights = [torch.stack([part.weight for part in parts]) for parts in (first, down)]
-    w13, w2 = weights if scheme.weight.quantized else [weight.to(dtype) for weight in weights]
-    return b12x_core.prepare_experts(
-        scheme,
-        w13,
+    projections = [stored.up] if stored.gate is None else [stored.gate, stored.up]
+    first = [_one_below_the_other(parts, dtype) for parts in zip(*projections, strict=True)]
+    second = [_one_below_the_other([part], dtype) for part in stored.down]
+    return b12x_core.prepare_expert_projections(
+        first[0].scheme,
+        torch.stack([part.weight for part in first]),
         _stack([part.scale for part in first]),
-        w2,
-        _stack([part.scale for part in down]),
+        torch.stack([part.weight for part in second]),
+        _stack([part.scale for part in second]),
         w13_global_scale=_stack([part.global_scale for part in first]),
-        w2_global_scale=_stack([part.global_scale for part in down]),
-        w13_input_scale=_served_input_scale(scheme, _stack([part.input_scale for part in first])),
-        w2_input_scale=_served_input_scale(scheme, _stack([part.input_scale for part in down])),
+        w2_global_scale=_stack([part.global_scale for part in stored.down]),
+        w13_input_scale=_stack([part.input_scale for part in first]),
+        w2_input_scale=_stack([part.input_scale for part in stored.down]),
         w13_bias=_stack([part.bias for part in first]),
-        w2_bias=_stack([part.bias for part in down]),
+        w2_bias=_stack([part.bias for part in second]),
     )
 
 
@@ -150,7 +132,10 @@ class CoreLinear:
         packing = packings.parse(case.quantization)
         tensors = _on_device(case)
         parts = [packing.read(tensors, name) for name, _ in case.shards]
-        self._parts = [prepare_linear(part, case.dtype) for part in fuse(parts)]
+        # Blocks of rows that a projection does not fill cannot be followed by those of another one.
+        together = parts[0].scheme.weight != formats.FP8_BLOCK
+        groups = [parts] if together else [[part] for part in parts]
+        self._parts = [prepare_linear(group, case.dtype) for group in groups]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See `b12x_core.adapters.LinearLayer`."""
@@ -236,48 +221,9 @@ def _on_device(case: LinearCase | MoECase) -> dict[str, torch.Tensor]:
     return {name: tensor.to(case.device) for name, tensor in case.tensors.items()}
 
 
-def _served_input_scale(scheme: Scheme, input_scale: torch.Tensor | None) -> torch.Tensor | None:
-    """A checkpoint's input scale, unless the scheme served leaves activations in 16 bits."""
-    return None if scheme.static_activation_scale is False else input_scale
-
-
-def _gate_over_up(gate: StoredLinear, up: StoredLinear) -> StoredLinear:
-    """Gate and up of one expert as one matrix, gate rows first."""
-    if gate.input_scale is not None and up.input_scale is not None:
-        # Both see the same input; the larger scale clips neither.
-        shared = torch.maximum(gate.input_scale, up.input_scale)
-        gate, up = replace(gate, input_scale=shared), replace(up, input_scale=shared)
-    if gate.scheme.weight in (formats.FP8_TENSOR, formats.FP8_BLOCK):
-        tensor = gate.scheme.weight == formats.FP8_TENSOR
-        return replace(
-            gate,
-            weight=torch.cat([gate.weight, up.weight]),
-            # One scale serves both; blocks of the up projection start anew below those of the gate.
-            scale=gate.scale if tensor else _cat([gate.scale, up.scale]),
-            bias=_cat([gate.bias, up.bias]),
-        )
-    return fuse([gate, up])[0]
-
-
-def _all_equal_scales(gate: Sequence[StoredLinear], up: Sequence[StoredLinear]) -> bool:
-    return all(_equal([one.scale, other.scale]) for one, other in zip(gate, up, strict=True))
-
-
-def _by_row(part: StoredLinear) -> StoredLinear:
-    """A matrix with one scale as one with that scale for each row."""
-    assert part.scale is not None
-    scheme = Scheme(formats.FP8_ROW, part.scheme.activation)
-    return replace(part, scheme=scheme, scale=part.scale.reshape(1).expand(part.rows))
-
-
-def _equal(values: Sequence[torch.Tensor | None]) -> bool:
-    present = [value for value in values if value is not None]
-    return not present or (len(present) == len(values) and all(torch.equal(value, present[0]) for value in present))
-
-
 def _cat(values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     present = [value for value in values if value is not None]
-    return torch.cat(present) if present else None
+    return torch.cat([torch.atleast_1d(value) for value in present]) if present else None
 
 
 def _stack(values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

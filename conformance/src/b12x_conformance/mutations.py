@@ -39,6 +39,7 @@ class Mutation:
 
 CODECS, QUANTIZE, LINEAR = "reference/codecs.py", "reference/quantize.py", "reference/linear.py"
 MOE, ATTENTION, CACHE = "reference/moe.py", "reference/attention.py", "reference/kv_cache.py"
+PROJECTIONS = "projections.py"
 
 MUTATIONS = (
     Mutation(
@@ -65,6 +66,24 @@ MUTATIONS = (
         LINEAR,
         "return global_scale.float().unsqueeze(-1)",
         "return global_scale.amax()",
+    ),
+    Mutation(
+        "projections take the largest scale",
+        PROJECTIONS,
+        "scales.repeat_interleave(counts, output_size=sum(rows))",
+        "scales.amax().repeat(sum(rows))",
+    ),
+    Mutation(
+        "gate and up take the larger scale",
+        PROJECTIONS,
+        "scales.repeat(1, each) if interleaved else scales.repeat_interleave(each, dim=1)",
+        "scales.amax(1, keepdim=True).repeat(1, rows)",
+    ),
+    Mutation(
+        "scales of gate and up exchanged",
+        PROJECTIONS,
+        "else scales.repeat_interleave(each, dim=1)",
+        "else scales.flip(1).repeat_interleave(each, dim=1)",
     ),
     Mutation("bias dropped", LINEAR, "y = y + bias.float()", "pass"),
     Mutation("clamp of the gate dropped", MOE, "gate.clamp(max=activation.limit)", "gate"),

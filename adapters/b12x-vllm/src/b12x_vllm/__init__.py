@@ -5,35 +5,18 @@ Installing the distribution is enough: vLLM calls `register` in each of its proc
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import logging
-
-from packaging.specifiers import SpecifierSet
 
 SERVES = "==0.33.0"
 """Engine versions (PEP 440) that this adapter was proven with."""
 
 FLAGS = "--attention-backend B12X, --linear-backend b12x, --moe-backend b12x"
+KINDS = ("attention", "linear", "moe")
+"""Modules that register what stands behind one of them."""
 
 # A child of vLLM's logger, so that lines look and are filtered as vLLM's own.
 _log = logging.getLogger("vllm.plugins.b12x")
 _done = False
-
-
-def why_not() -> str | None:
-    """Why this adapter cannot serve the installed engine (one sentence), None if it can."""
-    try:
-        installed = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return "vLLM is not installed"
-    if not SpecifierSet(SERVES).contains(installed, prereleases=True):
-        return f"this version serves vLLM {SERVES}, installed is {installed}: install a matching pair"
-    try:
-        importlib.import_module("b12x_core")
-    except ImportError as error:
-        return f"its kernels cannot be imported ({error}): pip install b12x-core"
-    return None
 
 
 def register() -> None:
@@ -45,21 +28,13 @@ def register() -> None:
     global _done
     if _done:
         return
-    reason = why_not()
-    if reason is None:
-        reason = _register_all()
+    try:
+        from b12x_core.adapter_support import register_kinds, unserved
+    except ImportError as error:
+        reason: str | None = f"its kernels cannot be imported ({error}): pip install b12x-core"
+    else:
+        reason = unserved("vllm", "vLLM", SERVES) or register_kinds(__name__, KINDS, "vLLM")
     if reason is not None:
         _log.warning("b12x does not serve %s: %s", FLAGS, reason)
         return
     _done = True
-
-
-def _register_all() -> str | None:
-    """Register every kind of layer, or none; returns why not."""
-    try:
-        kinds = [importlib.import_module(f"{__name__}.{kind}") for kind in ("attention", "linear", "moe")]
-    except ImportError as error:
-        return f"vLLM lacks an interface that the adapter needs ({error})"
-    for kind in kinds:
-        kind.register()
-    return None

@@ -16,7 +16,6 @@ from b12x_core.activations import (
     SwiGLU,
 )
 from b12x_core.capabilities import Support, supports_attention, supports_linear, supports_moe
-from b12x_core.environment import FORCE_A16
 from b12x_core.errors import ArgumentError, B12xError, UnsupportedError
 from b12x_core.formats import (
     BF16,
@@ -37,14 +36,17 @@ from b12x_core.ops.kv_cache import write_kv_cache
 from b12x_core.ops.linear import LinearWeights, linear, prepare_linear
 from b12x_core.ops.moe import ExpertWeights, fused_moe, prepare_experts
 from b12x_core.ops.quantize import quantize
+from b12x_core.projections import (
+    expert_scale_per_row,
+    lost_block_scales,
+    prepare_expert_projections,
+    prepare_projections,
+    scale_per_row,
+    serving_scheme,
+)
 from b12x_core.reference.quantize import QuantizedTensor
 
 __version__ = "0.1.0"
-
-
-def serving_scheme(scheme: Scheme) -> Scheme:
-    """The scheme to serve a checkpoint's scheme with: itself, or with 16-bit activations if `B12X_FORCE_A16=1`."""
-    return scheme.with_16_bit_activations() if FORCE_A16.enabled() else scheme
 
 
 __all__ = [
@@ -78,12 +80,17 @@ __all__ = [
     "SwiGLU",
     "UnsupportedError",
     "__version__",
+    "expert_scale_per_row",
     "fused_moe",
     "linear",
+    "lost_block_scales",
     "paged_attention",
+    "prepare_expert_projections",
     "prepare_experts",
     "prepare_linear",
+    "prepare_projections",
     "quantize",
+    "scale_per_row",
     "serving_scheme",
     "supports_attention",
     "supports_linear",

@@ -19,6 +19,10 @@ from b12x_core.activations import SILU, Activation
 from b12x_core.errors import UnsupportedError
 
 GROUP = "b12x.adapters"
+QKV = ("q_proj", "k_proj", "v_proj")
+FUSED_NAMES: Mapping[tuple[str, ...], str] = {QKV: "qkv_proj", ("gate_proj", "up_proj"): "gate_up_proj"}
+"""Names that models of engines give to fused layers, which the ignore lists of checkpoints are matched against."""
+
 hookspec = pluggy.HookspecMarker("b12x")
 hookimpl = pluggy.HookimplMarker("b12x")
 
@@ -63,6 +67,18 @@ class LinearCase:
     device: str = "cpu"
     head_size: int | None = None
 
+    @property
+    def fused_name(self) -> str:
+        """What an engine calls the layer: the projection's own name for one; qkv_proj, gate_up_proj or fused_proj."""
+        names = tuple(name for name, _ in self.shards)
+        return names[0] if len(names) == 1 else FUSED_NAMES.get(names, "fused_proj")
+
+    @property
+    def is_qkv(self) -> bool:
+        """Whether an engine's layer for q, k and v of attention can hold the projections."""
+        names, rows = zip(*self.shards, strict=True)
+        return names == QKV and self.head_size is not None and rows[1] == rows[2]
+
 
 @dataclass(frozen=True)
 class MoECase:
@@ -93,6 +109,11 @@ class MoECase:
     router_weight_on_input: bool = False
     ep_rank: int = 0
     ep_size: int = 1
+
+    @property
+    def is_gpt_oss(self) -> bool:
+        """Whether the tensors are gpt-oss's, which hold all experts at once."""
+        return "gate_up_proj_blocks" in self.tensors
 
 
 @dataclass(frozen=True)
@@ -236,8 +257,12 @@ class AdapterSpec:
         """Who this adapter is. Must not import the engine."""
 
     @hookspec(firstresult=True)
-    def b12x_cannot_express(self, case: Case | TextEngineOptions) -> str | None:
-        """Why the engine's own interfaces cannot express a case (one sentence), None if they can."""
+    def b12x_cannot_express(self, case: Case | TextEngineOptions, checkpoint: str | None) -> str | None:
+        """Why the engine's own interfaces cannot express a case (one sentence), None if they can.
+
+        `checkpoint` is the folder of the model that is to be served with `TextEngineOptions`, None for a layer. An
+        implementation whose engine reads every checkpoint leaves the argument out.
+        """
 
     @hookspec(firstresult=True)
     def b12x_linear_layer(self, case: LinearCase) -> LinearLayer | None:
@@ -288,9 +313,9 @@ class Adapter:
         caller: Any = getattr(self._manager.hook, hook)
         return bool(caller.get_hookimpls())
 
-    def cannot_express(self, case: Case | TextEngineOptions) -> str | None:
+    def cannot_express(self, case: Case | TextEngineOptions, checkpoint: str | None = None) -> str | None:
         """The adapter's reason why its engine cannot express the case, None if it can."""
-        reason: str | None = self._manager.hook.b12x_cannot_express(case=case)
+        reason: str | None = self._manager.hook.b12x_cannot_express(case=case, checkpoint=checkpoint)
         return reason
 
     def linear_layer(self, case: LinearCase) -> LinearLayer:

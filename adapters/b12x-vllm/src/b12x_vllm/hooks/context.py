@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from b12x_core import UnsupportedError
+from b12x_core.adapter_support import restored_environment
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,22 +46,6 @@ def prepare(device: str) -> None:
         remedy = f"install b12x-conformance and start with {CPU_PLATFORM_SWITCH}=1" if kind == "cpu" else "use a GPU"
         raise UnsupportedError(f"vLLM runs on {found} in this process, but the case is for {kind}: {remedy}")
     load_general_plugins()
-
-
-@contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    """Set environment variables for a while, and leave all of them as they were.
-
-    vLLM's CPU platform sets some as it completes a configuration (LD_PRELOAD, for one) that would reach every process
-    started later.
-    """
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager
@@ -99,7 +84,7 @@ def layer_context(dtype: torch.dtype, device: str, **config: Any) -> Iterator[Vl
         "compilation_config": CompilationConfig(mode=CompilationMode.NONE),
         **config,
     }
-    with environment(), set_default_torch_dtype(dtype), torch.device(device):
+    with restored_environment(), set_default_torch_dtype(dtype), torch.device(device):
         vllm_config = VllmConfig(**fields)
         with set_current_vllm_config(vllm_config):
             _ensure_groups(device)

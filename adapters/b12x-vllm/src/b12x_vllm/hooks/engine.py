@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from b12x_core.adapter_support import restored_environment
 from b12x_core.adapters import Generation, TextEngine, TextEngineOptions
 from b12x_core.environment import REFERENCE
-
-from b12x_vllm.hooks.context import environment
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -68,7 +67,7 @@ class VllmEngine:
         self._set_num_threads = torch.set_num_threads
         self._llm: LLM | None = None
         try:
-            with environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"):
+            with restored_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"):
                 from vllm import LLM
 
                 self._llm = LLM(model=checkpoint, skip_tokenizer_init=True, **arguments(options))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from b12x_core import ArgumentError, UnsupportedError
+from b12x_core import ArgumentError, UnsupportedError, lost_block_scales
 from b12x_core.adapters import LinearCase
 
 from b12x_vllm.hooks.context import layer_context
@@ -16,11 +16,6 @@ from b12x_vllm.hooks.context import layer_context
 if TYPE_CHECKING:
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-
-ATTENTION = ("q_proj", "k_proj", "v_proj")
-FUSED = {ATTENTION: "qkv_proj", ("gate_proj", "up_proj"): "gate_up_proj"}
-"""Names that models of vLLM give to fused layers, which the ignore lists of checkpoints are matched against."""
-
 
 UNQUANTIZED = "vLLM runs this layer unquantized, with kernels that --linear-backend does not choose"
 """Why such a layer has no place behind the flag."""
@@ -83,9 +78,7 @@ def cannot_express(case: LinearCase) -> str | None:
     if method in (None, "mxfp4"):
         return UNQUANTIZED
     if any(name.endswith("weight_scale_inv") for name in case.tensors):
-        from b12x_vllm.linear.kernels import lost_block_scales
-
-        return lost_block_scales([rows for _, rows in case.shards])
+        return lost_block_scales("vLLM", [rows for _, rows in case.shards])
     return None
 
 
@@ -136,24 +129,24 @@ def _construct(case: LinearCase) -> LinearBase:
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear
 
     names, rows = zip(*case.shards, strict=True)
-    fused = FUSED.get(names, "fused_proj")
     common: dict[str, Any] = {
         "bias": any(key.endswith(".bias") for key in case.tensors),
         "params_dtype": case.dtype,
-        "quant_config": quantization_config(case.quantization, {fused: list(names)}),
+        "quant_config": quantization_config(case.quantization, {case.fused_name: list(names)}),
         "return_bias": False,
     }
     shards: dict[str, int | str] = {}
     if len(names) == 1:
         module = ReplicatedLinear(case.k, rows[0], prefix=f"model.layers.0.{names[0]}", **common)
-    elif names == ATTENTION and case.head_size is not None and rows[1] == rows[2]:
+    elif case.is_qkv and case.head_size is not None:
         shards = dict(zip(names, "qkv", strict=True))
         heads, kv_heads = rows[0] // case.head_size, rows[1] // case.head_size
-        module = QKVParallelLinear(
-            case.k, case.head_size, heads, kv_heads, prefix=f"model.layers.0.self_attn.{fused}", **common
-        )
+        prefix = f"model.layers.0.self_attn.{case.fused_name}"
+        module = QKVParallelLinear(case.k, case.head_size, heads, kv_heads, prefix=prefix, **common)
     else:
         shards = {name: index for index, name in enumerate(names)}
-        module = MergedColumnParallelLinear(case.k, list(rows), prefix=f"model.layers.0.mlp.{fused}", **common)
+        module = MergedColumnParallelLinear(
+            case.k, list(rows), prefix=f"model.layers.0.mlp.{case.fused_name}", **common
+        )
     module.b12x_shards = shards
     return module

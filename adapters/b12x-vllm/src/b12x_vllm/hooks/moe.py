@@ -28,7 +28,7 @@ def cannot_express(case: MoECase) -> str | None:
         return f"vLLM applies router weights to the input for top_k 1 only; got {case.top_k}"
     if activation.limit is not None and activation.function not in ("silu", "swiglu"):
         return f"vLLM clamps silu and swiglu only; got a limit with {activation.function}"
-    if _fused(case):
+    if case.is_gpt_oss:
         if activation != _GPT_OSS:
             return f"vLLM gives gpt-oss experts {_GPT_OSS}; got {activation}"
         if case.dtype != torch.bfloat16:
@@ -104,11 +104,6 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _fused(case: MoECase) -> bool:
-    """Whether the tensors are gpt-oss's, which hold all experts at once."""
-    return "gate_up_proj_blocks" in case.tensors
-
-
 def _construct(case: MoECase, vllm_config: VllmConfig, routing: _Routing) -> Any:
     from vllm.model_executor.layers.fused_moe import config
     from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
@@ -116,9 +111,9 @@ def _construct(case: MoECase, vllm_config: VllmConfig, routing: _Routing) -> Any
 
     activation = case.activation
     constants: dict[str, float | None] = {}
-    if not _fused(case):
+    if not case.is_gpt_oss:
         constants["swiglu_limit"] = activation.limit
-    if activation.function == "swiglu" and not _fused(case):
+    if activation.function == "swiglu" and not case.is_gpt_oss:
         constants |= {"swiglu_alpha": activation.alpha, "swiglu_beta": activation.beta}
     vllm_config.parallel_config.enable_expert_parallel = case.ep_size > 1
     # In a group of ep_size processes vLLM would take the share of the experts from this rank.
@@ -139,7 +134,7 @@ def _construct(case: MoECase, vllm_config: VllmConfig, routing: _Routing) -> Any
             has_bias=any(name.endswith("bias") for name in case.tensors),
             ckpt_names=("gate_proj", "down_proj", "up_proj") if activation.gated else ("up_proj", "down_proj", None),
             moe_config_cls=_moe_config_class(case),
-            routed_experts_cls=GptOssRoutedExperts if _fused(case) else None,
+            routed_experts_cls=GptOssRoutedExperts if case.is_gpt_oss else None,
             **constants,
         )
 
@@ -148,7 +143,7 @@ def _activation_name(case: MoECase) -> str:
     """The activation's name in vLLM, which for swiglu tells whether gate and up rows alternate."""
     activation: Activation = case.activation
     if activation.function == "swiglu":
-        return "swigluoai" if _fused(case) else "swigluoai_uninterleave"
+        return "swigluoai" if case.is_gpt_oss else "swigluoai_uninterleave"
     return activation.function if activation.gated else f"{activation.function}_no_mul"
 
 
@@ -176,7 +171,7 @@ def _moe_config_class(case: MoECase) -> type | None:
 
 def _quant_config(case: MoECase) -> Any:
     """The quantization config as vLLM parses it from a checkpoint's config.json."""
-    if not _fused(case):
+    if not case.is_gpt_oss:
         return quantization_config(case.quantization, {})
     # vLLM tells gpt-oss from other MXFP4 checkpoints by the type of the model.
     from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
@@ -190,7 +185,7 @@ def _load(layer: Any, case: MoECase) -> None:
     Raises:
         ArgumentError: the layer has no place for a tensor.
     """
-    if not _fused(case):
+    if not case.is_gpt_oss:
         _load_by_expert(layer, case)
         return
     from vllm.model_executor.models.gpt_oss import GptOssForCausalLM, GptOssModel

@@ -4,7 +4,7 @@ Scales of fused projections. A layer that fuses q, k and v (or gate and up) load
 reduces the global scales of NVFP4 to their maximum, which multiplies the other projections by a wrong number, and
 quantizes FP8 weights again to the largest of their scales, which rounds them twice. No kernel sees the scales of the
 projections, and the only place before the reduction is the quantization method's `process_weights_after_loading`; it
-is wrapped to leave one scale a row on the layer, which is exact.
+is wrapped to leave them on the layer.
 
 Activations of compressed-tensors microscaling checkpoints. vLLM asks for quantized activations whatever
 `input_activations` says; it is read again where the scheme of a layer is chosen.
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from b12x_core import UnsupportedError
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from b12x_core import UnsupportedError, compressed_tensors
+from compressed_tensors.quantization import QuantizationArgs
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW4A4Fp4,
@@ -30,11 +30,10 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.model_executor.layers.quantization.modelopt import ModelOptLinearMethod
-from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kMxfp4Dynamic, kMxfp8Dynamic
 from vllm.model_executor.parameter import PerTensorScaleParameter
 from vllm.model_executor.utils import is_weights_pre_processed
 
-from b12x_vllm.linear.kernels import ROW_SCALES, B12xMxFp8Linear, LinearKernel, projection_rows
+from b12x_vllm.linear.kernels import PROJECTION_SCALES, B12xMxFp4Linear, B12xMxFp8Linear, LinearKernel
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -53,7 +52,7 @@ def install(requested: Callable[[str], bool]) -> None:
         (ModelOptLinearMethod, "kernel", _all_largest),
         (CompressedTensorsW4A4Fp4, "kernel", _all_largest),
     ):
-        _keep_row_scales(method, kernel, reduced)
+        _keep_scales(method, kernel, reduced)
     _honour_input_activations(requested)
 
 
@@ -61,8 +60,8 @@ def _all_largest(scales: torch.Tensor) -> torch.Tensor:
     return scales.max().expand_as(scales).clone()
 
 
-def _keep_row_scales(method: Any, kernel: str, reduced: Reduce) -> None:
-    """Wrap a quantization method to leave a fused layer's scales, one a row, under `ROW_SCALES`.
+def _keep_scales(method: Any, kernel: str, reduced: Reduce) -> None:
+    """Wrap a quantization method to leave a fused layer's scales, as multipliers, under `PROJECTION_SCALES`.
 
     Args:
         method: class whose `process_weights_after_loading` reduces them.
@@ -80,7 +79,8 @@ def _keep_row_scales(method: Any, kernel: str, reduced: Reduce) -> None:
             for name, divisor in (("weight_scale", False), ("weight_scale_2", False), ("weight_global_scale", True)):
                 scales = getattr(layer, name, None)
                 if isinstance(scales, PerTensorScaleParameter):
-                    _to_rows(layer, scales.data, divisor)
+                    if scales.numel() > 1:
+                        setattr(layer, PROJECTION_SCALES, scales.data.reciprocal() if divisor else scales.data)
                     scales.data = reduced(scales.data)
             if isinstance(divisors := getattr(layer, "input_global_scale", None), PerTensorScaleParameter):
                 # All projections share one activation: the widest range of them holds it, the smallest divisor.
@@ -88,18 +88,6 @@ def _keep_row_scales(method: Any, kernel: str, reduced: Reduce) -> None:
         process(self, layer)
 
     method.process_weights_after_loading = process_weights_after_loading
-
-
-def _to_rows(layer: torch.nn.Module, scales: torch.Tensor, divisor: bool) -> None:
-    """Leave scales (P,) of P > 1 projections on the layer as (N,).
-
-    Equal scales are widened too: that costs 4 bytes a row, no look at a value on the host, and keeps the form of the
-    prepared weights when unequal ones are loaded in their place.
-    """
-    if scales.numel() > 1:
-        widths = projection_rows(layer)
-        rows = scales.repeat_interleave(torch.tensor(widths, device=scales.device), output_size=sum(widths))
-        setattr(layer, ROW_SCALES, rows.reciprocal() if divisor else rows)
 
 
 class _W8A16Mxfp8(CompressedTensorsW8A8Mxfp8):
@@ -120,20 +108,13 @@ def _honour_input_activations(requested: Callable[[str], bool]) -> None:
         self: Any, weight_quant: QuantizationArgs, input_quant: QuantizationArgs | None, *args: Any, **kwargs: Any
     ) -> Any:
         if self._is_mxfp4(weight_quant) and requested("mxfp4"):
-            return CompressedTensorsW4A4Mxfp4(activation_quant_key=_activation_key(self, input_quant))
+            scheme = compressed_tensors.scheme(weight_quant, input_quant)
+            if scheme is None:
+                raise UnsupportedError(f"b12x has no scheme for MXFP4 weights with activations {input_quant}")
+            [key] = (key for key, form in B12xMxFp4Linear.activations.items() if form == scheme.activation)
+            return CompressedTensorsW4A4Mxfp4(activation_quant_key=key)
         if self._is_mxfp8(weight_quant) and input_quant is None and requested("mxfp8"):
             return _W8A16Mxfp8()
         return choose(self, weight_quant, input_quant, *args, **kwargs)
 
     CompressedTensorsConfig._get_scheme_from_parts = _get_scheme_from_parts
-
-
-def _activation_key(config: Any, input_quant: QuantizationArgs | None) -> QuantKey | None:
-    """Key by which vLLM knows a compressed-tensors activation format beside MXFP4 weights."""
-    if input_quant is None:
-        return None
-    if input_quant.num_bits == 4:
-        return kMxfp4Dynamic
-    if input_quant.strategy == QuantizationStrategy.GROUP and input_quant.scale_dtype == torch.uint8:
-        return kMxfp8Dynamic
-    return config._fp8_dynamic_input_key(input_quant)

@@ -27,7 +27,8 @@ from b12x_core import (
     Scheme,
     UnsupportedError,
     linear,
-    prepare_linear,
+    lost_block_scales,
+    prepare_projections,
     serving_scheme,
     supports_linear,
 )
@@ -60,8 +61,8 @@ logger = init_logger(__name__)
 PREPARED = "b12x_linear"
 """Attribute of a layer that holds its `LinearWeights`."""
 
-ROW_SCALES = "b12x_row_scales"
-"""Attribute of a fused layer that holds one scale a row until the weights are prepared: see `checkpoint`."""
+PROJECTION_SCALES = "b12x_projection_scales"
+"""Attribute of a fused layer that holds one scale a projection until the weights are prepared: see `checkpoint`."""
 
 Answer = tuple[bool, str | None]
 
@@ -71,28 +72,13 @@ def projection_rows(layer: Any) -> list[int]:
     return list(layer.logical_widths)
 
 
-def lost_block_scales(rows: Sequence[int], ranks: int = 1) -> str | None:
-    """Why vLLM's loader loses block scales of a layer, None if it keeps them.
-
-    Args:
-        rows: of each projection, on one rank.
-        ranks: over which the layer is split. On one, the last projection may end anywhere: nothing follows it.
-    """
-    if len(rows) > 1 and any(count % 128 for count in (rows if ranks > 1 else rows[:-1])):
-        return (
-            f"vLLM cannot load block scales of fused projections with {rows} rows a rank: "
-            "each projection needs a multiple of 128 rows"
-        )
-    return None
-
-
 class LinearKernel:
     """What the kernel classes share.
 
     Attributes:
         probe: a scheme of the class; `is_supported` asks the core about it before any configuration is known.
-        parameters: where a layer keeps the arguments of `prepare_linear`: argument -> parameter name.
-        moved: arguments that came out of `prepare_linear` as other tensors than the layer's parameters.
+        parameters: where a layer keeps the arguments of `prepare_projections`: argument -> parameter name.
+        moved: arguments that came out of `prepare_projections` as other tensors than the layer's parameters.
     """
 
     probe: ClassVar[Scheme]
@@ -148,29 +134,25 @@ class LinearKernel:
                 tensors[argument] = parameter.detach()
         held = {argument: tensor.data_ptr() for argument, tensor in tensors.items()}
         tensors["weight"] = self.as_stored(tensors["weight"])
-        scheme = self.scheme()
-        if (rows := layer.__dict__.pop(ROW_SCALES, None)) is not None:
-            if scheme.weight.global_scale:
-                tensors["global_scale"] = rows
-            else:
-                tensors["scale"] = rows
-                scheme = Scheme(FP8_ROW, scheme.activation)
-        scheme = serving_scheme(scheme)
-        if scheme.static_activation_scale is False:
-            tensors.pop("input_scale", None)
+        scheme, rows = self.scheme(), [tensors["weight"].shape[0]]
+        if (scales := layer.__dict__.pop(PROJECTION_SCALES, None)) is not None:
+            tensors["global_scale" if scheme.weight.global_scale else "scale"] = scales
+            rows = projection_rows(layer)
         earlier: LinearWeights | None = getattr(layer, PREPARED, None)
         try:
-            prepared = prepare_linear(scheme, **tensors, into=earlier)
+            prepared = prepare_projections(scheme, rows, **tensors, into=earlier)
         except UnsupportedError as error:
             raise UnsupportedError(f"{_name(layer)}: {error}") from error
         if earlier is None:
             setattr(layer, PREPARED, prepared)
-            self.moved = [argument for argument in tensors if getattr(prepared, argument).data_ptr() != held[argument]]
+            # An input scale may have no place in the scheme served.
+            kept = {name: tensor for name in tensors if (tensor := getattr(prepared, name)) is not None}
+            self.moved = [argument for argument, tensor in kept.items() if tensor.data_ptr() != held[argument]]
         for argument in self.moved:
             tensor: torch.Tensor = getattr(prepared, argument)
             replace_parameter(layer, names[argument], self.as_stored(tensor) if argument == "weight" else tensor)
-        logger.info_once("b12x serves linear layers as %s", scheme.name)
-        warmup.attach(layer, "linear", (scheme.name, prepared.n, prepared.k), _dummy_call(prepared))
+        logger.info_once("b12x serves linear layers as %s", prepared.scheme.name)
+        warmup.attach(layer, "linear", (prepared.scheme.name, prepared.n, prepared.k), _dummy_call(prepared))
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """From x (..., K) to (..., N). Where the scheme has quantized activations, the op quantizes x."""
@@ -222,7 +204,7 @@ class _Fp8Kernel(LinearKernel):
         """
         if isinstance(getattr(layer, self.parameter_names(layer)["scale"]), BlockQuantScaleParameter):
             ranks = int(getattr(layer, "tp_size", 1))
-            if lost := lost_block_scales(projection_rows(layer), ranks):
+            if lost := lost_block_scales("vLLM", projection_rows(layer), ranks):
                 raise UnsupportedError(f"{_name(layer)}: {lost}")
         super().process_weights_after_loading(layer)
 

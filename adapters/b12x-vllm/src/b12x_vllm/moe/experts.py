@@ -8,7 +8,7 @@ from typing import Any
 import b12x_core
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from b12x_core import FP8_ROW, FP8_TENSOR, ExpertWeights, Scheme, supports_moe
+from b12x_core import FP8_TENSOR, ExpertWeights, Scheme, supports_moe
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
@@ -226,21 +226,6 @@ def _multiplier(layer: Any, *names: str) -> torch.Tensor | None:
     return None
 
 
-def per_row(scale: torch.Tensor, rows: int, *, alternate: bool) -> torch.Tensor:
-    """One value for each row of w13, from one a projection.
-
-    Args:
-        scale: (E, projections) float32: of gate and up, or of the only one.
-        rows: rows of w13.
-        alternate: whether the rows of gate and up alternate.
-
-    Returns:
-        (E, rows) float32.
-    """
-    each = rows // scale.shape[1]
-    return scale.repeat(1, each) if alternate else scale.repeat_interleave(each, dim=1)
-
-
 def prepare(
     layer: Any,
     moe: FusedMoEConfig,
@@ -254,44 +239,28 @@ def prepare(
     Args:
         layer: vLLM's `RoutedExperts`.
         moe, config: what vLLM knows about it.
-        scheme: what it is served in. FP8 experts whose projections differ in their one scale are served with that
-            scale at each row, which is the same arithmetic.
+        scheme: the checkpoint's.
         loaded: the layer's scales from before the processing.
         into: what an earlier call returned for the layer, to be filled again in place.
     """
-    rows, alternate = layer.w13_weight.shape[1], schemes.interleaved(moe.activation)
-    w13_scale, w2_scale = _data(config.w1_scale), _data(config.w2_scale)
-    w13_global_scale = w2_global_scale = None
+    w13_scale, w13_global_scale = _data(config.w1_scale), None
     if scheme.weight.global_scale:
-        w13_global_scale, w2_global_scale = _data(config.g1_alphas), _data(config.g2_alphas)
-        if loaded.shard is not None:
-            w13_global_scale = per_row(loaded.shard, rows, alternate=alternate)
+        w13_global_scale = _data(config.g1_alphas) if loaded.shard is None else loaded.shard
     elif scheme.weight == FP8_TENSOR and loaded.shard is not None:
-        w13_scale = loaded.shard[:, 0].contiguous()
-        by_row = into is not None and into.scheme.weight == FP8_ROW
-        if by_row or not torch.equal(loaded.shard, w13_scale.unsqueeze(1).expand_as(loaded.shard)):
-            scheme = Scheme(FP8_ROW, scheme.activation)
-            w13_scale = per_row(loaded.shard, rows, alternate=alternate)
-            assert w2_scale is not None
-            w2_scale = per_row(w2_scale.unsqueeze(1), layer.w2_weight.shape[1], alternate=False)
-    w13_input = w2_input = None
-    if scheme.static_activation_scale is not False and loaded.w13_input is not None:
-        # Both projections read the same activations, which are quantized once: the larger scale saturates neither.
-        w13_input = loaded.w13_input.amax(dim=1) if loaded.w13_input.dim() == 2 else loaded.w13_input
-        w2_input = loaded.w2_input
-    weights = b12x_core.prepare_experts(
+        w13_scale = loaded.shard
+    weights = b12x_core.prepare_expert_projections(
         scheme,
         layer.w13_weight.data,
         w13_scale,
         layer.w2_weight.data,
-        w2_scale,
+        _data(config.w2_scale),
         w13_global_scale=w13_global_scale,
-        w2_global_scale=w2_global_scale,
-        w13_input_scale=w13_input,
-        w2_input_scale=w2_input,
+        w2_global_scale=_data(config.g2_alphas) if scheme.weight.global_scale else None,
+        w13_input_scale=loaded.w13_input,
+        w2_input_scale=loaded.w2_input,
         w13_bias=_data(config.w1_bias),
         w2_bias=_data(config.w2_bias),
-        gate_up="interleaved" if alternate else "halves",
+        gate_up="interleaved" if schemes.interleaved(moe.activation) else "halves",
         into=into,
     )
     # The layer holds what the op reads, so that the weights exist once however the core lays them out.

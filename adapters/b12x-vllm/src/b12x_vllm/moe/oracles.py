@@ -16,7 +16,7 @@ from typing import Any
 
 import b12x_core
 import torch
-from b12x_core import ExpertWeights, Scheme
+from b12x_core import ExpertWeights, Scheme, compressed_tensors
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp4, mxfp8, nvfp4
@@ -208,7 +208,7 @@ def _serve(layer: Any, method: Any, prefix: str, quant_config: Any) -> None:
         kernel, config = method.moe_kernel, method.moe_quant_config
         if kernel is None or config is None:
             return  # a method that quantizes while it loads has not seen all weights yet
-        scheme = b12x_core.serving_scheme(declared or schemes.of_config(config, method.moe.in_dtype))
+        scheme = declared or schemes.of_config(config, method.moe.in_dtype)
         earlier: ExpertWeights | None = getattr(layer, "b12x_experts", None)
         weights = experts.prepare(layer, method.moe, config, scheme, loaded, earlier)
         layer.b12x_experts = weights
@@ -231,10 +231,11 @@ def _declared_scheme(layer: Any, method: Any, prefix: str, quant_config: Any) ->
         return None
     if envs.VLLM_B12X_MOE_FP4_FORCE_A16 or not hasattr(quant_config, "get_scheme_dict"):
         return None
-    arguments = quant_config.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_down_proj_name}")["input_activations"]
-    scheme = schemes.of_compressed_tensors_inputs(arguments)
+    arguments = quant_config.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_down_proj_name}")
+    inputs = arguments["input_activations"]
+    scheme = compressed_tensors.scheme(arguments["weights"], inputs)
     if scheme is None:
-        raise b12x_core.UnsupportedError(f"{prefix}: b12x has no scheme for MXFP4 experts with activations {arguments}")
+        raise b12x_core.UnsupportedError(f"{prefix}: b12x has no scheme for MXFP4 experts with activations {inputs}")
     reason = experts.refuse(method.moe, b12x_core.serving_scheme(scheme))
     if reason is not None:
         raise b12x_core.UnsupportedError(f"{prefix}: {reason}")

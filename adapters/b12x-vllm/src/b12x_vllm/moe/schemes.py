@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import b12x_core
 import torch
-from b12x_core import BF16, FP8_ROW, MXFP4, MXFP8, SCHEMES, Activation, Format, Scheme, SwiGLU
+from b12x_core import SCHEMES, Activation, Scheme, SwiGLU
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.quantization.utils import quant_utils as keys
@@ -103,27 +101,6 @@ def of_config(config: FusedMoEQuantConfig, dtype: torch.dtype) -> Scheme:
             f"{config.block_shape}"
         )
     return SCHEMES[name]
-
-
-def of_compressed_tensors_inputs(arguments: Any) -> Scheme | None:
-    """The scheme of MXFP4 experts whose activations a compressed-tensors checkpoint declares.
-
-    Args:
-        arguments: `QuantizationArgs` of the activations, None where the checkpoint quantizes weights alone.
-
-    Returns:
-        None for activations that the core does not serve beside MXFP4 weights.
-    """
-    if arguments is None:
-        return Scheme(MXFP4, BF16)
-    if arguments.type != "float" or not arguments.dynamic:
-        return None
-    form: Format | None = None
-    if arguments.strategy == "group" and arguments.group_size == 32:
-        form = {4: MXFP4, 8: MXFP8}.get(arguments.num_bits)
-    elif arguments.strategy == "token" and arguments.num_bits == 8:
-        form = FP8_ROW
-    return None if form is None else Scheme(MXFP4, form)
 
 
 def refuse_activation(activation: MoEActivation) -> str | None:
