@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 
 import pytest
 import torch
+from b12x_conformance import sglang_cpu
 from b12x_conformance.cases import describe
 from b12x_conformance.verdict import Verdict
 from b12x_core import SCHEMES, counters, supports_linear
@@ -20,6 +21,7 @@ from b12x_core.adapters import GROUP, Adapter, AttentionCase, LinearCase, MoECas
 # Before any engine is imported: they read these once.
 if not torch.cuda.is_available():
     os.environ.setdefault("B12X_CONFORMANCE_CPU", "1")
+    sglang_cpu.activate()
 elif not supports_linear(SCHEMES["bf16"], 128, 128, "cuda").ok:
     # There is no kernel for this GPU. The reference runs on it, and shows that everything around a kernel is right.
     os.environ.setdefault("B12X_REFERENCE", "1")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
-from b12x_conformance import truth
+from b12x_conformance import texts, truth
 from b12x_conformance.cases.models import PROBLEMS, ModelProblem
 from b12x_conformance.compare import match_text, perplexity
 from b12x_core import B12xError, counters
@@ -51,11 +52,17 @@ def run(adapter: Adapter, problem: ModelProblem, device: str) -> Run | Exception
 
 
 @pytest.fixture
-def result(adapter: Adapter, problem: ModelProblem, device: str, record_property: Callable[[str, str], None]) -> Run:
-    """The run of a problem by an adapter."""
+def result(
+    adapter: Adapter,
+    problem: ModelProblem,
+    device: str,
+    record_property: Callable[[str, str], None],
+    pytestconfig: pytest.Config,
+) -> Run:
+    """The run of a problem by an adapter, its text written down for a comparison with other engines."""
     if not adapter.implements("b12x_text_engine"):
         pytest.skip(f"adapter {adapter.name} does not implement b12x_text_engine")
-    reason = adapter.cannot_express(replace(problem.options, device=device))
+    reason = adapter.cannot_express(replace(problem.options, device=device), str(problem.checkpoint()))
     if reason is not None:
         pytest.skip(reason)
     outcome = run(adapter, problem, device)
@@ -65,6 +72,8 @@ def result(adapter: Adapter, problem: ModelProblem, device: str, record_property
     if isinstance(outcome, Exception):
         raise outcome
     record_property("served_by", ", ".join(outcome.counted))
+    if report := pytestconfig.getoption("report", None):
+        texts.save(Path(report), adapter.name, problem.id, outcome.generations)
     return outcome
 
 

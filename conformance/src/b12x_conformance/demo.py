@@ -17,8 +17,9 @@ from b12x_core.counters import Count
 from rich.console import Console
 from rich.table import Table
 
-from b12x_conformance import serving
+from b12x_conformance import serving, sglang_cpu
 from b12x_conformance.checkpoints.moe import smollm2_moe
+from b12x_conformance.environment import CPU
 
 QUESTION = "Why is the sky blue? Answer in a few sentences."
 CHECKPOINT = "modelopt-nvfp4-w4a16"
@@ -28,6 +29,8 @@ console = Console()
 def _options() -> TextEngineOptions:
     """Serve on the GPU if there is one. Where it has no kernel yet, plain torch runs there, and that is said."""
     if not torch.cuda.is_available():
+        os.environ.setdefault(CPU.name, "1")
+        sglang_cpu.activate()
         console.print("No CUDA device is visible: the engine runs on the CPU, on b12x's plain torch reference.")
         return TextEngineOptions(max_model_len=1024)
     console.print(f"GPU: {torch.cuda.get_device_name()}.")

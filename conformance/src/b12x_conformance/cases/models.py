@@ -175,9 +175,8 @@ PROBLEMS: tuple[ModelProblem, ...] = (
     ModelProblem("nvfp4-w4a4-moe", _experts("modelopt-nvfp4"), ("fused_moe/nvfp4-w4a4",), E2M1_ACTIVATIONS),
     ModelProblem("compressed-nvfp4-dense", _dense("compressed-nvfp4"), ("linear/nvfp4-w4a4",), E2M1_ACTIVATIONS),
     ModelProblem("mxfp4-dense", _dense("compressed-mxfp4"), ("linear/mxfp4-w4a4",), MXFP4_ACTIVATIONS),
-    ModelProblem(
-        "mxfp4-moe", _experts("compressed-mxfp4-w4a16"), ("linear/mxfp4-w4a16", "fused_moe/mxfp4-w4a16"), WEIGHT_ONLY
-    ),
+    ModelProblem("mxfp4-w4a16-dense", _dense("compressed-mxfp4-w4a16"), ("linear/mxfp4-w4a16",), WEIGHT_ONLY),
+    ModelProblem("mxfp4-moe", _experts("compressed-mxfp4-w4a16"), ("fused_moe/mxfp4-w4a16",), WEIGHT_ONLY),
     ModelProblem("fp8-channel-dense", _dense("compressed-fp8-channel"), ("linear/fp8-channel",), E4M3_ACTIVATIONS),
     ModelProblem(
         "fp8-tensor-dense",
@@ -193,7 +192,7 @@ PROBLEMS: tuple[ModelProblem, ...] = (
     ModelProblem(
         "random-qwen3-moe", _random("qwen3-moe"), ("linear/nvfp4-w4a16", "fused_moe/nvfp4-w4a16"), RANDOM, random=True
     ),
-    ModelProblem("random-gemma2", _random("gemma2"), ("linear/mxfp4-w4a16",), RANDOM, random=True),
+    ModelProblem("random-gemma2", _random("gemma2"), ("linear/nvfp4-w4a16",), RANDOM, random=True),
     ModelProblem(
         "random-nemotron", _random("nemotron"), ("linear/nvfp4-w4a16", "fused_moe/nvfp4-w4a16"), RANDOM, random=True
     ),

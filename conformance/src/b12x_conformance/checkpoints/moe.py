@@ -50,8 +50,9 @@ def smollm2_moe(kind: str, *, unequal: bool = False) -> Path:
     def build(folder: Path) -> None:
         layers = range(json.loads((source / "config.json").read_text())["num_hidden_layers"])
         routers = [f"model.layers.{layer}.block_sparse_moe.gate" for layer in layers]
-        # Attention on 4-bit activations as well would leave little of so small a model.
-        spared = [] if kind.endswith("w4a16") else [f"self_attn.{p}_proj" for p in "qkvo"]
+        # Attention on 4-bit activations as well would leave little of so small a model, and not every engine has dense
+        # layers in MXFP4. Of what is left alone, SGLang's Mixtral wants the fused layer named as well.
+        spared = [] if kind == "modelopt-nvfp4-w4a16" else [f"self_attn.{p}_proj" for p in ("q", "k", "v", "o", "qkv")]
         attention = [f"model.layers.{layer}.{name}" for layer in layers for name in spared]
         quantized.quantize_folder(source, folder, kind, ignore=("lm_head", *routers, *attention), unequal=unequal)
 
@@ -86,8 +87,11 @@ def _split(source: Path, target: Path, experts: int) -> None:
         tensors[f"{layer}.block_sparse_moe.gate.weight"] = torch.zeros(
             experts, config["hidden_size"], dtype=tensor.dtype
         )
+    # SGLang's Mixtral does not tie its head to the embedding, whatever the configuration says.
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     changes = {
+        "tie_word_embeddings": False,
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "intermediate_size": config["intermediate_size"] // experts,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ MODELS = {
                 "query_pre_attn_scalar": 144,
                 "tie_word_embeddings": True,
             },
-            "compressed-mxfp4-w4a16",
+            "modelopt-nvfp4-w4a16",
         ),
         # Nemotron-3-Nano: 928 is 7.25 * 128, relu2, not gated; the Mamba layers are none of our business.
         RandomModel(
@@ -194,6 +195,19 @@ def _unquantized(model: RandomModel, seed: int, folder: Path) -> None:
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     instance.save_pretrained(folder)
+    if "layers_block_type" in model.config:
+        _write_pattern(folder, model.config["layers_block_type"])
+
+
+def _write_pattern(folder: Path, kinds: Sequence[str]) -> None:
+    """Spell the kinds of layers as published checkpoints do: engines do not know the names of transformers."""
+    letters = {"moe": "E", "full_attention": "*"}
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for name in ("layers_block_type", "mtp_layers_block_type"):
+        config.pop(name, None)
+    config["hybrid_override_pattern"] = "".join(letters[kind] for kind in kinds)
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _untie(model: Any, generator: torch.Generator) -> None:

@@ -1,0 +1,34 @@
+"""What SGLang demands of a CPU for the sake of its own kernels, taken away where none of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+
+
+def lift() -> None:
+    """Allow an FP8 KV cache: SGLang's CPU kernels need AMX for it, and a form of it that only they read."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_CONFIGURATOR}.configure", _without_amx, HookType.AROUND)
+    HookRegistry.register(f"{_CONFIGURATOR}._build_mha_quant_method", _plain, HookType.REPLACE)
+
+
+def _without_amx(configure: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    from sglang.srt.mem_cache import kv_cache_configurator as module
+
+    asked = {name: getattr(module, name) for name in ("cpu_has_amx_support", "attention_backends")}
+    module.cpu_has_amx_support = lambda: True
+    module.attention_backends = lambda: ("intel_amx",)
+    try:
+        return configure(*arguments, **named)
+    finally:
+        for name, function in asked.items():
+            setattr(module, name, function)
+
+
+def _plain(configurator: Any, *, num_layers: int) -> Any:
+    """What every other device uses."""
+    return configurator._build_fp4_quant_method(num_layers=num_layers)
