@@ -1,14 +1,17 @@
 """Writes the generated parts of the documentation; `--check` only says whether they are current.
 
-A generated part stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->` in a Markdown file.
+A generated part stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->` in a Markdown file. A name like
+`path/file.py::Class.method` stands for that piece of source, `path/file.toml::table` for a table of that file.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +20,8 @@ from b12x_core.environment import VARIABLES, Variable
 from b12x_core.formats import ALL, SCHEMES, Format
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("README.md", "docs/support.md", "docs/environment.md")
+FILES = ("README.md", "docs/support.md", "docs/environment.md", "docs/add-an-engine.md")
+MARKED = re.compile(r"(<!-- begin: (?P<name>.+?) -->\n).*?(<!-- end: (?P=name) -->)", re.DOTALL)
 # Read as files: the tables must not depend on an engine being installed.
 VARIABLE_MODULES = {"b12x-conformance": "conformance/src/b12x_conformance/environment.py"}
 
@@ -73,12 +77,38 @@ def environment() -> str:
     return table(["variable", "read by", "default", "meaning"], rows)
 
 
+def excerpt(path: str, name: str) -> str:
+    """A definition of a Python file, or a table of a TOML file, as a block of code."""
+    text = (ROOT / path).read_text()
+    lines = text.splitlines()
+    if path.endswith(".toml"):
+        first = lines.index(f"[{name}]")
+        last = lines.index("", first) if "" in lines[first:] else len(lines)
+    else:
+        node: ast.AST = ast.parse(text)
+        for part in name.split("."):
+            node = next(child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == part)
+        assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+        first = min(line.lineno for line in (node, *node.decorator_list)) - 1
+        last = node.end_lineno or len(lines)
+    language = {".py": "python", ".toml": "toml"}[Path(path).suffix]
+    return f"```{language}\n" + textwrap.dedent("\n".join(lines[first:last])) + "\n```"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "support": lambda: support((Op.LINEAR, Op.MOE)),
     "kv-support": lambda: support((Op.ATTENTION, Op.KV_CACHE)),
     "tiers": tiers,
     "environment": environment,
 }
+
+
+def current(name: str) -> str:
+    """What a generated part should say."""
+    if name in PARTS:
+        return PARTS[name]()
+    path, _, definition = name.partition("::")
+    return excerpt(path, definition)
 
 
 def main() -> int:
@@ -89,12 +119,8 @@ def main() -> int:
     stale = []
     for name in FILES:
         path = ROOT / name
-        old = new = path.read_text()
-        for part, make in PARTS.items():
-            pattern = re.compile(rf"(<!-- begin: {part} -->\n).*?(<!-- end: {part} -->)", re.DOTALL)
-            if pattern.search(new):
-                text = make()
-                new = pattern.sub(lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}", new)
+        old = path.read_text()
+        new = MARKED.sub(lambda match: f"{match[1]}\n{current(match['name'])}\n\n{match[3]}", old)
         if new != old:
             stale.append(name)
             if not check:
