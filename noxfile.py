@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tomllib
 from pathlib import Path
 
 import nox
@@ -11,10 +12,23 @@ import nox
 nox.needs_version = ">=2024.10.9"
 nox.options.sessions = ["lint", "tests", "conformance"]
 nox.options.reuse_existing_virtualenvs = True
+# pip takes ten minutes to settle what an engine's two hundred requirements want; uv takes seconds.
+nox.options.default_venv_backend = "uv|virtualenv"
 
 CORE = "./packages/b12x-core"
 CONFORMANCE = "./conformance"
-ENGINES = {"vllm": "./adapters/b12x-vllm"}
+
+
+def find_engines() -> dict[str, str]:
+    """Adapter name -> folder of its distribution, for every folder in `adapters`."""
+    found = {}
+    for file in sorted(Path("adapters").glob("*/pyproject.toml")):
+        points = tomllib.loads(file.read_text())["project"]["entry-points"]["b12x.adapters"]
+        found |= dict.fromkeys(points, f"./{file.parent.as_posix()}")
+    return found
+
+
+ENGINES = find_engines()
 ADAPTERS = ["core", *ENGINES]
 TORCH = "torch==2.13.0"
 """For what runs without an engine; an engine brings the torch that it pins."""
@@ -57,7 +71,7 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def demo(session: nox.Session) -> None:
-    """A real model answers a question through an engine and b12x: `nox -s demo -- vllm --question "..."`."""
+    """A real model answers a question through an engine and b12x: `nox -s demo -- sglang --question "..."`."""
     named = bool(session.posargs) and session.posargs[0] in ENGINES
     engine, *options = session.posargs if named else ["vllm", *session.posargs]
     session.notify(f"on-{engine}", ["demo", *options])
@@ -85,23 +99,25 @@ def on_core(session: nox.Session) -> None:
     run_conformance(session, "core", session.posargs[1:])
 
 
-@nox.session(name="on-vllm", default=False)
-def on_vllm(session: nox.Session) -> None:
-    """Environment of vLLM; runs what `conformance` and `demo` ask for."""
-    run_on_engine(session, "vllm")
+def on_engine(name: str) -> None:
+    """Define the session `on-<name>`: one environment of an engine serves all tasks, since it takes 8 to 10 GB."""
 
-
-def run_on_engine(session: nox.Session, name: str) -> None:
-    """One environment an engine serves all tasks that need it: it takes 8 GB."""
-    task, *options = session.posargs or ["conformance"]
-    session.log(f"installing {name}: about 8 GB the first time")
-    session.install(CORE, CONFORMANCE, ENGINES[name])
-    session.install(*MODEL)
-    if task == "demo":
-        session.run("python", "-m", "b12x_conformance.demo", name, *options)
-    else:
-        session.run("python", "-m", "pytest", f"{ENGINES[name]}/tests")
+    @nox.session(name=f"on-{name}", default=False)
+    def session(session: nox.Session) -> None:
+        task, *options = session.posargs or ["conformance"]
+        session.log(f"installing {name}: up to 10 GB the first time")
+        session.install(CORE, CONFORMANCE, ENGINES[name])
+        session.install(*MODEL)
+        if task == "demo":
+            session.run("python", "-m", "b12x_conformance.demo", name, *options)
+            return
+        if Path(ENGINES[name], "tests").exists():
+            session.run("python", "-m", "pytest", f"{ENGINES[name]}/tests")
         run_conformance(session, name, options)
+
+
+for engine in ENGINES:
+    on_engine(engine)
 
 
 @nox.session(name="conformance-report", default=False)
@@ -110,6 +126,8 @@ def conformance_report(session: nox.Session) -> None:
     session.install(TORCH, CORE, CONFORMANCE)
     folders = [str(folder) for folder in sorted(RESULTS.iterdir()) if folder.is_dir()]
     session.run("python", "-m", "b12x_conformance.report", *folders, f"--output={RESULTS}")
+    # What engines said is compared once all have spoken.
+    session.run("python", "-m", "pytest", "conformance/across_engines", f"--results={RESULTS}")
 
 
 @nox.session(default=False)
