@@ -121,6 +121,7 @@ def test_text(result: Run, problem: ModelProblem, record_error: Callable[[float,
         record_error(max(match.gap for match in matches), near_tie)
         if not all(match.agrees(near_tie) for match in matches):
             pytest.fail("\n".join([f"{problem.id}: near ties are below {near_tie}", *map(str, matches)]), pytrace=False)
+    assert any(match.matched for match in matches), "\n".join(["no text begins as the truth's", *map(str, matches)])
     if differences:
         # A handful of tokens: their mean scatters about twice as much as that of a text.
         mean, bound = sum(differences) / len(differences), 2 * problem.tolerance.deviation

@@ -51,9 +51,13 @@ def smollm2_moe(kind: str, *, unequal: bool = False) -> Path:
         layers = range(json.loads((source / "config.json").read_text())["num_hidden_layers"])
         routers = [f"model.layers.{layer}.block_sparse_moe.gate" for layer in layers]
         # Attention on 4-bit activations as well would leave little of so small a model, and not every engine has dense
-        # layers in MXFP4. Of what is left alone, SGLang's Mixtral wants the fused layer named as well.
-        spared = [] if kind == "modelopt-nvfp4-w4a16" else [f"self_attn.{p}_proj" for p in ("q", "k", "v", "o", "qkv")]
-        attention = [f"model.layers.{layer}.{name}" for layer in layers for name in spared]
+        # layers in MXFP4.
+        if kind == "modelopt-nvfp4-w4a16":
+            attention = []
+        elif kind.startswith("fp8"):
+            attention = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in layers for name in "qkvo"]
+        else:
+            attention = ["*.self_attn.*"]
         quantized.quantize_folder(source, folder, kind, ignore=("lm_head", *routers, *attention), unequal=unequal)
 
     name = f"smollm2-moe{experts}-{kind}{'-unequal' if unequal else ''}"

@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def quantize_folder(
         source: folder with config.json and model.safetensors, all weights 16-bit.
         target: existing empty folder.
         kind: name out of `packings.PACKINGS`.
-        ignore: modules left out, as the configuration lists them.
+        ignore: modules left out, as the configuration lists them: names, or patterns with * where the format has them.
         unequal: each projection of a fused group has its own global or tensor scale.
     """
     packing = PACKINGS[kind]
@@ -92,7 +93,9 @@ def quantize_folder(
     modules = [
         module
         for module in (name.removesuffix(".weight") for name in tensors if name.endswith(".weight"))
-        if ".layers." in module and module not in ignore and tensors[f"{module}.weight"].dim() == 2
+        if ".layers." in module
+        and not any(fnmatch(module, pattern) for pattern in ignore)
+        and tensors[f"{module}.weight"].dim() == 2
     ]
     static = packing.input_scale is not None
     amax = _calibrate(source, modules) if static else {}

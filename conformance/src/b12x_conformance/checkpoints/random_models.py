@@ -121,6 +121,8 @@ MODELS = {
                 "attn_logit_softcapping": 5.0,
                 "final_logit_softcapping": 30.0,
                 "query_pre_attn_scalar": 144,
+                # Published configurations have it beside hidden_activation, and SGLang reads both.
+                "hidden_act": "gelu_pytorch_tanh",
                 "tie_word_embeddings": True,
             },
             "modelopt-nvfp4-w4a16",

@@ -1,17 +1,19 @@
-"""What SGLang demands of a CPU for the sake of its own kernels, taken away where none of them runs."""
+"""What SGLang does on a CPU for the sake of its own kernels, undone where none of them runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+_PADDING = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 
 
 def lift() -> None:
-    """Allow an FP8 KV cache: SGLang's CPU kernels need AMX for it, and a form of it that only they read."""
+    """Allow an FP8 KV cache (SGLang's kernels need AMX for it, and a form of it that only they read), pad no widths."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    HookRegistry.register(_PADDING, lambda model_config, *_: model_config, HookType.REPLACE)
     HookRegistry.register(f"{_CONFIGURATOR}.configure", _without_amx, HookType.AROUND)
     HookRegistry.register(f"{_CONFIGURATOR}._build_mha_quant_method", _plain, HookType.REPLACE)
 

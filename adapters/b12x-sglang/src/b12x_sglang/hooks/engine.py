@@ -70,14 +70,17 @@ def cannot_express(options: TextEngineOptions, checkpoint: str | None) -> str | 
     """Why SGLang itself cannot serve a checkpoint folder with these options, None if it can."""
     if options.speculative_tokens and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++"))):
         return "SGLang compiles its n-gram proposals when they are first asked for, and there is no C++ compiler"
-    return None if checkpoint is None else _unknown_format(Path(checkpoint), options.device)
-
-
-def _unknown_format(checkpoint: Path, device: str) -> str | None:
-    """Why SGLang does not read a checkpoint's format on a device, None if it does."""
-    config = json.loads((checkpoint / "config.json").read_text()).get("quantization_config")
-    if config is None:
+    if checkpoint is None:
         return None
+    config = json.loads(Path(checkpoint, "config.json").read_text())
+    if "M" not in config.get("hybrid_override_pattern", "M"):
+        return "SGLang plans the memory of a hybrid model by its Mamba layers, and this model has none"
+    quantization = config.get("quantization_config")
+    return None if quantization is None else _unknown_format(Path(checkpoint), quantization, options.device)
+
+
+def _unknown_format(checkpoint: Path, config: Mapping[str, Any], device: str) -> str | None:
+    """Why SGLang does not read a checkpoint's `quantization_config` on a device, None if it does."""
     if (reason := unknown_to_sglang(config)) is not None:
         names = itertools.chain.from_iterable(map(_names, checkpoint.glob("*.safetensors")))
         if any(name.endswith(".weight_packed") and ".experts." not in name for name in names):
