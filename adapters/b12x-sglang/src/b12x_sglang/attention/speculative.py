@@ -8,30 +8,23 @@ are proposed never changes what is generated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from b12x_core import UnsupportedError
 
 from b12x_sglang.flags import FLAG
 
-if TYPE_CHECKING:
-    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-    from sglang.srt.speculative.draft_utils import DraftBackendFactory
-
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 """Values of --speculative-algorithm whose proposals can be chains."""
 
-DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 NGRAM_PROPOSALS = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus.batch_get"
 
 
 def register() -> None:
-    """Offer the draft backends, whose names SGLang keeps in tables inside two functions, and keep n-gram chains."""
+    """Have SGLang's n-gram proposals made chains."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(DRAFT_BACKENDS, offer_draft_backends, HookType.BEFORE)
     HookRegistry.register(NGRAM_PROPOSALS, keep_one_path, HookType.AFTER)
 
 
@@ -60,25 +53,6 @@ def refuse_speculation() -> None:
         raise UnsupportedError(
             f"attention backend {FLAG} could not hook {NGRAM_PROPOSALS}, without which n-gram proposals are trees"
         )
-
-
-def offer_draft_backends(
-    factory: DraftBackendFactory,
-    backend_name: str,
-    backend_map: dict[str, Callable[[], tuple[str, AttentionBackend]]],
-    *others: Any,
-    **options: Any,
-) -> None:
-    """Add b12x to the table of one kind of draft backend: one with a child for each step, or one for the extension."""
-    from b12x_sglang.attention.backend import B12xAttentionBackend
-    from b12x_sglang.attention.draft import B12xMultiStepDraftBackend
-
-    runner = factory.draft_model_runner
-    if options.get("stamps_children"):
-        steps, topk = factory.speculative_num_steps, factory.topk
-        backend_map[FLAG] = lambda: (FLAG, B12xMultiStepDraftBackend(runner, topk, steps))
-    else:
-        backend_map[FLAG] = lambda: (FLAG, B12xAttentionBackend(runner))
 
 
 def keep_one_path(proposed: tuple[np.ndarray, np.ndarray], corpus: Any, *_: Any, **__: Any) -> Any:
