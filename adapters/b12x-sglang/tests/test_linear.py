@@ -83,6 +83,16 @@ def test_what_the_op_reads_is_the_state_of_the_layer(form: str) -> None:
     )
 
 
+@every_kind_of_layer
+def test_block_scales_load_by_either_name(shards: Shards) -> None:
+    """SGLang's Llama calls them weight_scale, whatever the checkpoint calls them."""
+    sample = problem("fp8-block", shards).build("cpu")
+    renamed = {name.replace("weight_scale_inv", "weight_scale"): tensor for name, tensor in sample.case.tensors.items()}
+    layer = hook.build(replace(sample.case, tensors=renamed))
+    x = sample.input(5)
+    check(layer(x), sample, x, "fp8-block")
+
+
 @fused_or_not
 @every_form
 def test_a_weight_update_keeps_addresses(form: str, shards: Shards) -> None:

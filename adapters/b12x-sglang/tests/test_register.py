@@ -140,3 +140,16 @@ def test_a_list_of_names_is_opened(
 def test_an_architecture_without_a_list_sees_its_own_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lfm2, for one, asserts that the backend is not the one whose name stands in for b12x."""
     assert "Lfm2ForCausalLM" not in models.ARCHITECTURES
+
+
+@pytest.mark.parametrize(("flag", "chosen"), [("b12x", "MixtralForCausalLM"), ("auto", "QuantMixtralForCausalLM")])
+def test_experts_of_a_quantized_mixtral_are_fused_where_the_flag_asks(flag: str, chosen: str, tmp_path: Path) -> None:
+    import torch
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader.utils import get_model_architecture
+
+    quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "quantization_config": quantization}
+    folder = checkpoint(tmp_path, "MixtralForCausalLM", "mixtral", **experts)
+    with layer_context(torch.bfloat16, "cpu", moe_runner_backend=flag):
+        assert get_model_architecture(ModelConfig(folder))[1] == chosen
