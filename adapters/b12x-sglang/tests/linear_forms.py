@@ -19,6 +19,7 @@ _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _STATIC = {**_FP8, "strategy": "tensor", "dynamic": False}
 _TOKEN = {**_FP8, "strategy": "token", "dynamic": True}
 _GROUP = {**_FP8, "strategy": "group", "group_size": 128, "dynamic": True}
+_GROUP_OF_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 
 
 def compressed(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -103,6 +104,20 @@ EXTRA = {
             "fp8-channel",
             "fp8-channel-w8a16",
         ),
+        _form(
+            "compressed-mxfp8",
+            compressed(_GROUP_OF_32, {**_FP8, **_GROUP_OF_32, "dynamic": True}),
+            replace(_MXFP8, scale="weight_scale"),
+            "mxfp8",
+            "mxfp8",
+        ),
+        _form(
+            "compressed-mxfp8-w8a16",
+            compressed(_GROUP_OF_32, None),
+            replace(_MXFP8, scale="weight_scale"),
+            "mxfp8",
+            "mxfp8-w8a16",
+        ),
         _form("mixed-fp8", mixed("FP8"), _TENSOR, "fp8-tensor", "fp8-tensor"),
         _form("mixed-fp8-block", mixed("FP8_PB_WO", group_size=128), _BLOCK, "fp8-block", "fp8-block"),
         _form("mixed-mxfp8", mixed("MXFP8"), _MXFP8, "mxfp8", "mxfp8"),
@@ -119,7 +134,7 @@ EXTRA = {
 """Forms that the suite leaves out, by name."""
 
 LOADED = {
-    **{name: form for name, form in FORMS.items() if form.weight is not None and "mxfp4" not in name},
+    **{name: form for name, form in FORMS.items() if form.weight is not None and name != "gpt-oss-mxfp4"},
     **EXTRA,
 }
 """Every form whose linear layers SGLang loads quantized."""

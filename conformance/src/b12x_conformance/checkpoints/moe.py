@@ -50,8 +50,7 @@ def smollm2_moe(kind: str, *, unequal: bool = False) -> Path:
     def build(folder: Path) -> None:
         layers = range(json.loads((source / "config.json").read_text())["num_hidden_layers"])
         routers = [f"model.layers.{layer}.block_sparse_moe.gate" for layer in layers]
-        # Attention on 4-bit activations as well would leave little of so small a model, and not every engine has dense
-        # layers in MXFP4.
+        # Attention on 4-bit activations as well would leave little of so small a model.
         if kind == "modelopt-nvfp4-w4a16":
             attention = []
         elif kind.startswith("fp8"):

@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from b12x_core.adapters import Generation, TextEngine, TextEngineOptions
 from b12x_core.environment import REFERENCE
-from safetensors import safe_open
 
 from b12x_sglang.hooks.context import FLAGS, prepare
-from b12x_sglang.hooks.linear import quantization_config, unknown_to_sglang
+from b12x_sglang.hooks.linear import quantization_config
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
@@ -75,28 +74,12 @@ def cannot_express(options: TextEngineOptions, checkpoint: str | None) -> str | 
     config = json.loads(Path(checkpoint, "config.json").read_text())
     if "M" not in config.get("hybrid_override_pattern", "M"):
         return "SGLang plans the memory of a hybrid model by its Mamba layers, and this model has none"
-    quantization = config.get("quantization_config")
-    return None if quantization is None else _unknown_format(Path(checkpoint), quantization, options.device)
-
-
-def _unknown_format(checkpoint: Path, config: Mapping[str, Any], device: str) -> str | None:
-    """Why SGLang does not read a checkpoint's `quantization_config` on a device, None if it does."""
-    if (reason := unknown_to_sglang(config)) is not None:
-        names = itertools.chain.from_iterable(map(_names, checkpoint.glob("*.safetensors")))
-        if any(name.endswith(".weight_packed") and ".experts." not in name for name in names):
-            return reason
-    parsed = quantization_config(config, {})
-    if parsed is not None and torch.device(device).type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
+    parsed = quantization_config(config.get("quantization_config"), {})
+    if parsed is not None and torch.device(options.device).type == "cuda":
+        major, minor = torch.cuda.get_device_capability(options.device)
         if parsed.get_min_capability() > 10 * major + minor:
             return f"SGLang serves {parsed.get_name()} from capability {parsed.get_min_capability() / 10} on"
     return None
-
-
-def _names(file: Path) -> list[str]:
-    """Names of the tensors in a safetensors file."""
-    with safe_open(file, "pt") as tensors:
-        return list(tensors.keys())
 
 
 def start(checkpoint: str, options: TextEngineOptions) -> TextEngine:

@@ -85,20 +85,8 @@ def cannot_express(case: LinearCase) -> str | None:
     config = case.quantization or {}
     if config.get("quant_method") in (None, "mxfp4"):
         return UNQUANTIZED
-    if reason := unknown_to_sglang(config):
-        return reason
     if any(name.endswith("weight_scale_inv") for name in case.tensors):
         return lost_block_scales("SGLang", [rows for _, rows in case.shards])
-    return None
-
-
-def unknown_to_sglang(config: Mapping[str, Any]) -> str | None:
-    """Why SGLang has no dense layers for a `quantization_config`, None if it has."""
-    groups = config.get("config_groups", {}) if config.get("quant_method") == "compressed-tensors" else {}
-    for group in groups.values():
-        if group["weights"]["strategy"] == "group":
-            stored = group.get("format") or config["format"]
-            return f"SGLang has no dense layers in the compressed-tensors format {stored}"
     return None
 
 

@@ -11,11 +11,11 @@ from b12x_core import (
     FP8_GROUP,
     FP8_ROW,
     FP8_TENSOR,
+    MXFP4,
     MXFP8,
     NVFP4,
     Scheme,
     UnsupportedError,
-    compressed_tensors,
 )
 from b12x_core.formats import Element
 from sglang.srt.layers.quantization.compressed_tensors.schemes import (
@@ -33,8 +33,10 @@ from sglang.srt.layers.quantization.modelopt_quant import (
 from sglang.srt.layers.quantization.quark.quark import QuarkLinearMethod
 from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8LinearMethod
 
+from b12x_sglang.compressed import declared
 from b12x_sglang.flags import fp4_requested, fp8_requested
 from b12x_sglang.linear.layer import B12xCompressedTensorsScheme, B12xLinearMethod, Stored
+from b12x_sglang.linear.microscaled import MicroscaledParameters
 
 _WHILE_LOADING = "quantizes 16-bit weights while loading, and b12x serves checkpoints that are quantized"
 
@@ -139,15 +141,19 @@ def compressed_tensors_scheme(config: Any, parts: Mapping[str, Any], name: str) 
         UnsupportedError: a flag asks for b12x, which does not serve the layer. The sentence names it.
     """
     weights, inputs = parts.get("weights"), parts.get("input_activations")
-    scheme = None if weights is None else compressed_tensors.scheme(weights, inputs)
-    if scheme is None or scheme.weight not in (FP8_TENSOR, FP8_ROW, FP8_BLOCK, NVFP4):
+    scheme = None if weights is None else declared(config, parts)[0]
+    if scheme is None or scheme.weight not in (FP8_TENSOR, FP8_ROW, FP8_BLOCK, NVFP4, MXFP4, MXFP8):
         return None
     fp4 = scheme.weight.element is Element.E2M1
     if not (fp4_requested() if fp4 else fp8_requested()):
         return None
     if config.sparsity_scheme_map:
         raise UnsupportedError(f"{name}: b12x serves no weights with a sparsity_config")
-    if fp4:
+    own: Any
+    if scheme.weight in (MXFP4, MXFP8):
+        own = MicroscaledParameters(scheme.weight)
+        stored = Stored(scheme, weight=own.weight_name)
+    elif fp4:
         own = CompressedTensorsW4A4Fp4() if scheme.static_activation_scale else CompressedTensorsW4A16Fp4()
         stored = Stored(
             scheme,

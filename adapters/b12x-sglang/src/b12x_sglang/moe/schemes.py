@@ -7,7 +7,7 @@ from typing import Any
 
 import b12x_core
 import torch
-from b12x_core import SCHEMES, Activation, Scheme, SwiGLU, compressed_tensors
+from b12x_core import SCHEMES, Activation, Scheme, SwiGLU
 from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
@@ -21,6 +21,8 @@ from sglang.srt.layers.quantization.mxfp4 import Mxfp4MoEMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.layers.quantization.w8a8_fp8 import W8A8FP8MoEMethod
 from sglang.srt.runtime_context import get_exec, get_parallel
+
+from b12x_sglang.compressed import declared
 
 FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 """Functions of `MoeRunnerConfig.activation` that the core has too."""
@@ -86,23 +88,8 @@ def _compressed(layer: Any, method: Any, prefix: str) -> Answer:
     arguments = config.get_scheme_dict(layer, f"{prefix}.0.gate_proj")
     if arguments is None:
         return "SGLang takes these experts for MXFP4, and the checkpoint lists them among those left unquantized"
-    weights, inputs = arguments["weights"], arguments["input_activations"]
-    if inputs is None:
-        inputs = _dropped_inputs(config, weights)
-    scheme = compressed_tensors.scheme(weights, inputs)
-    return scheme or f"b12x has no scheme for experts with weights {weights} and activations {inputs}"
-
-
-def _dropped_inputs(config: Any, weights: Any) -> Any:
-    """What a checkpoint declares for activations beside weights, None for weights alone.
-
-    SGLang reads it for some values of `format` only, and mxfp4-pack-quantized is none of them.
-    """
-    kind = type(weights)
-    for group in config.config["config_groups"].values():
-        if group.get("input_activations") and kind.model_validate(group["weights"]) == weights:
-            return kind.model_validate(group["input_activations"])
-    return None
+    scheme, group = declared(config, arguments)
+    return scheme or f"b12x has no scheme for experts with {group}"
 
 
 _SCHEMES_OF_METHODS: dict[type[FusedMoEMethodBase], Callable[[Any, Any, str], Answer]] = {
