@@ -8,8 +8,6 @@ checkpoint has them, which is what a weight update writes into.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +28,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsLinearScheme
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
-_log = logging.getLogger("sglang.b12x")
+from b12x_sglang.logs import say_served
 
 PREPARED = "b12x_linear"
 """Attribute of a layer that holds its `LinearWeights`."""
@@ -149,7 +147,7 @@ class Served:
             weight.data = prepared.weight  # one copy in memory, whichever form the op reads
         if not hasattr(layer, PREPARED):
             self._publish(layer, prepared)
-            _log_once(prepared.scheme.name)
+            say_served("linear layers", prepared.scheme.name)
         if isinstance(layer, ParallelLMHead):
             layer.weight = weight  # SGLang takes a head without an attribute of this name for one that is not there
 
@@ -204,11 +202,6 @@ class B12xCompressedTensorsScheme(Served, CompressedTensorsLinearScheme):
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See `Served.run`."""
         return self.run(layer, x, bias)
-
-
-@functools.cache
-def _log_once(scheme: str) -> None:
-    _log.info("b12x serves linear layers as %s", scheme)
 
 
 def holds_its_weight(layer: Any) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Any
 
 import b12x_core
@@ -14,10 +12,9 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase, Quant
 from sglang.srt.layers.quantization.mxfp4 import Mxfp4MoEMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
+from b12x_sglang.logs import say_served
 from b12x_sglang.moe import schemes, weights
 from b12x_sglang.moe.runner import Experts
-
-logger = logging.getLogger("sglang.b12x")
 
 
 class B12xMoEMethod(FusedMoEMethodBase):
@@ -89,7 +86,7 @@ class B12xMoEMethod(FusedMoEMethodBase):
             into=earlier.weights if earlier is not None else None,
         )
         layer.b12x_experts = Experts(prepared, activation)
-        _say(prepared.scheme.name)
+        say_served("mixtures of experts", prepared.scheme.name)
 
     def restore_weights_before_loading(self, layer: Any) -> None:
         """Make room for a checkpoint's weights again, which SGLang asks for before it loads another checkpoint."""
@@ -113,8 +110,3 @@ class B12xMoEMethod(FusedMoEMethodBase):
 
     def _unsupported(self, layer: Any, reason: str) -> UnsupportedError:
         return UnsupportedError(f"{self._prefix or f'experts of layer {layer.layer_id}'}: {reason}")
-
-
-@functools.cache
-def _say(scheme: str) -> None:
-    logger.info("b12x serves mixtures of experts as %s", scheme)
