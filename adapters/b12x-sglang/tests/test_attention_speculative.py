@@ -12,9 +12,8 @@ from attention_world import World, layer, pool
 from b12x_core import UnsupportedError
 from b12x_sglang.attention.backend import B12xAttentionBackend
 from b12x_sglang.attention.draft import B12xMultiStepDraftBackend
-from b12x_sglang.attention.speculative import NGRAM_PROPOSALS, chains
+from b12x_sglang.attention.speculative import chains
 from b12x_sglang.hooks.context import layer_context
-from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
@@ -64,12 +63,6 @@ def test_ngram_arguments_of_sglang_are_served_at_breadth_1_and_refused_as_they_a
     world().create(**NGRAM)
     with pytest.raises(UnsupportedError, match="--speculative-ngram-max-bfs-breadth must be 1; got 10"):
         World(pool(1), [layer(0), layer(1)]).create(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
-
-
-def test_ngram_is_refused_where_its_proposals_would_stay_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {NGRAM_PROPOSALS})
-    with pytest.raises(UnsupportedError, match="n-gram proposals are trees"):
-        world().create(**NGRAM)
 
 
 def test_draft_backends_are_found_by_name() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import b12x_sglang
 import pytest
-from b12x_sglang import models
+from b12x_core import UnsupportedError
+from b12x_sglang import hooking, models
 from b12x_sglang.hooks.context import FLAGS, layer_context
 
 SMALL = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -153,3 +154,23 @@ def test_experts_of_a_quantized_mixtral_are_fused_where_the_flag_asks(flag: str,
     folder = checkpoint(tmp_path, "MixtralForCausalLM", "mixtral", **experts)
     with layer_context(torch.bfloat16, "cpu", moe_runner_backend=flag):
         assert get_model_architecture(ModelConfig(folder))[1] == chosen
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_hook_that_sglang_could_not_apply_ends_the_start_up(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    load_plugins()
+    none = dict.fromkeys(FLAGS, "auto") | {"attention_backend": "torch_native"}
+    for target in hooking._targets:
+        monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
+        with (
+            pytest.raises(UnsupportedError, match=target),
+            layer_context(torch.bfloat16, "cpu", **(none | {flag: "b12x"})),
+        ):
+            pass
+        with layer_context(torch.bfloat16, "cpu", **none):
+            pass
+        monkeypatch.undo()

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from b12x_sglang.hooking import hook, require_hooks
+
 FLAG = "b12x"
 """Value of the flags."""
 
@@ -16,7 +18,7 @@ FLAG = "b12x"
 def register() -> None:
     """Offer the value, and let it pass the two enumerations."""
     from sglang.srt.arg_groups import choices
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookType
 
     for offer in (
         choices.add_attention_backend_choices,
@@ -28,8 +30,8 @@ def register() -> None:
     ):
         offer([FLAG])
     quantization = "sglang.srt.layers.quantization"
-    HookRegistry.register(f"{quantization}.fp8_utils.initialize_fp8_gemm_config", _initialize_fp8, HookType.AROUND)
-    HookRegistry.register(f"{quantization}.fp4_utils.initialize_fp4_gemm_config", _initialize_fp4, HookType.AROUND)
+    hook(f"{quantization}.fp8_utils.initialize_fp8_gemm_config", _initialize_fp8, HookType.AROUND)
+    hook(f"{quantization}.fp4_utils.initialize_fp4_gemm_config", _initialize_fp4, HookType.AROUND)
 
 
 def fp8_requested() -> bool:
@@ -56,9 +58,18 @@ def _kernels() -> Any:
 
 
 def _initialize_fp8(initialize: Callable[[], None]) -> None:
-    """Leave `auto` to the layers that are not served, which are none unless SGLang asks for another kernel itself."""
-    from sglang.srt.layers.quantization import fp8_utils
+    """Leave `auto` to the layers that are not served, which are none unless SGLang asks for another kernel itself.
 
+    SGLang comes by here at every start, with its flags settled and no layer built.
+
+    Raises:
+        UnsupportedError: a flag is b12x, and SGLang did not apply all hooks.
+    """
+    from sglang.srt.layers.quantization import fp8_utils
+    from sglang.srt.runtime_context import attention_backends
+
+    if FLAG in attention_backends() or fp8_requested() or fp4_requested() or moe_requested():
+        require_hooks()
     if fp8_requested():
         fp8_utils.FP8_GEMM_RUNNER_BACKEND = fp8_utils.Fp8GemmRunnerBackend.AUTO
     else:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from b12x_sglang.flags import FLAG, moe_requested
+from b12x_sglang.hooking import hook
 
 ARCHITECTURES = frozenset(
     {
@@ -35,16 +36,12 @@ _IN_EVERY_LIST = "triton"
 
 def register() -> None:
     """Follow SGLang's decisions."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookType
 
-    HookRegistry.register("sglang.srt.model_loader.utils.get_model_architecture", _fuse_experts, HookType.AFTER)
+    hook("sglang.srt.model_loader.utils.get_model_architecture", _fuse_experts, HookType.AFTER)
     # The checks are assertions in the middle of these functions, on names that they look up themselves.
-    HookRegistry.register(
-        "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments", _adjust, HookType.AROUND
-    )
-    HookRegistry.register(
-        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper", _wrap_hybrid, HookType.AROUND
-    )
+    hook("sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments", _adjust, HookType.AROUND)
+    hook("sglang.srt.layers.attention.attention_registry.attn_backend_wrapper", _wrap_hybrid, HookType.AROUND)
 
 
 def _fuse_experts(chosen: tuple[type, str], model_config: Any) -> tuple[type, str] | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from b12x_sglang.flags import FLAG
+from b12x_sglang.hooking import hook
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -24,13 +25,13 @@ _DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._creat
 def register() -> None:
     """Make b12x the name of the backend, for a target model and for a draft model. May be called again."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookType
 
     from b12x_sglang.attention import speculative
 
     register_attention_backend(FLAG)(_create)
     # SGLang keeps the names of draft backends in tables inside two functions; both hand them on to this one.
-    HookRegistry.register(_DRAFT_BACKENDS, _offer_draft_backends, HookType.BEFORE)
+    hook(_DRAFT_BACKENDS, _offer_draft_backends, HookType.BEFORE)
     speculative.register()
 
 

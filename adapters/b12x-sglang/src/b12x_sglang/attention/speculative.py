@@ -14,6 +14,7 @@ import numpy as np
 from b12x_core import UnsupportedError
 
 from b12x_sglang.flags import FLAG
+from b12x_sglang.hooking import hook
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 """Values of --speculative-algorithm whose proposals can be chains."""
@@ -23,9 +24,9 @@ NGRAM_PROPOSALS = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus.bat
 
 def register() -> None:
     """Have SGLang's n-gram proposals made chains."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookType
 
-    HookRegistry.register(NGRAM_PROPOSALS, keep_one_path, HookType.AFTER)
+    hook(NGRAM_PROPOSALS, keep_one_path, HookType.AFTER)
 
 
 def refuse_speculation() -> None:
@@ -34,7 +35,6 @@ def refuse_speculation() -> None:
     Raises:
         UnsupportedError: SGLang was told to propose trees, or by an algorithm whose proposals are not known here.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.runtime_context import get_spec
 
     algorithm, breadth = get_spec().speculative_algorithm, get_spec().speculative_eagle_topk
@@ -48,10 +48,6 @@ def refuse_speculation() -> None:
     if breadth is not None and breadth > 1:
         raise UnsupportedError(
             f"attention backend {FLAG} verifies chains of tokens, not trees: {flag} must be 1; got {breadth}"
-        )
-    if algorithm == "NGRAM" and NGRAM_PROPOSALS not in HookRegistry._patched:
-        raise UnsupportedError(
-            f"attention backend {FLAG} could not hook {NGRAM_PROPOSALS}, without which n-gram proposals are trees"
         )
 
 

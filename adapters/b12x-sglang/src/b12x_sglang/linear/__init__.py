@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from b12x_sglang.hooking import hook
+
 _QUANTIZATION = "sglang.srt.layers.quantization"
 
 
@@ -18,25 +20,23 @@ _QUANTIZATION = "sglang.srt.layers.quantization"
 def register() -> None:
     """Put the op behind the two flags. Nothing changes where neither is b12x. Calls after the first do nothing."""
     from sglang.srt.layers import linear
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookType
 
     from b12x_sglang.linear.layer import B12xLinearMethod
 
     # The one place that sees every configuration's choice for a linear layer, with the layer's name.
-    HookRegistry.register("sglang.srt.layers.linear.LinearBase.__init__", _linear_layer, HookType.AFTER)
+    hook("sglang.srt.layers.linear.LinearBase.__init__", _linear_layer, HookType.AFTER)
     # A vocabulary head registers its parameters in the breath in which it asks, so the answer itself must be ours.
     # Only these configurations, and the one below, quantize one.
     for config in ("ModelOptQuantConfig._get_quant_method", "ModelOptMixedPrecisionConfig.get_quant_method"):
-        HookRegistry.register(f"{_QUANTIZATION}.modelopt_quant.{config}", _head, HookType.AFTER)
+        hook(f"{_QUANTIZATION}.modelopt_quant.{config}", _head, HookType.AFTER)
     # Around, since SGLang's own choice asks for the GPU and takes another scheme on some.
-    HookRegistry.register(
+    hook(
         f"{_QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig.get_linear_scheme",
         _compressed_tensors_scheme,
         HookType.AROUND,
     )
-    HookRegistry.register(
-        "sglang.srt.layers.logits_processor.should_apply_lm_head_quant_method", _head_is_quantized, HookType.AROUND
-    )
+    hook("sglang.srt.layers.logits_processor.should_apply_lm_head_quant_method", _head_is_quantized, HookType.AROUND)
     # SGLang knows by class name which methods register parameters that load themselves (its second loader).
     linear.WEIGHT_LOADER_V2_SUPPORTED.append(B12xLinearMethod.__name__)
 

@@ -12,16 +12,17 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookType
 
 from b12x_sglang.flags import moe_requested
+from b12x_sglang.hooking import hook
 
 _LAYERS = "sglang.srt.layers"
 
 
 def register() -> None:
     """Register the hooks with SGLang, which applies them after all plug-ins are loaded."""
-    for target, hook in (
+    for target, function in (
         (f"{_LAYERS}.moe.fused_moe_triton.layer.FusedMoE.__init__", _construct_layer),
         (f"{_LAYERS}.quantization.modelopt_quant.ModelOptNvFp4FusedMoEMethod.__init__", _construct_nvfp4),
         (
@@ -29,7 +30,7 @@ def register() -> None:
             _compressed_scheme,
         ),
     ):
-        HookRegistry.register(target, hook, HookType.AROUND)
+        hook(target, function, HookType.AROUND)
 
 
 def _construct_layer(construct: Callable[..., None], layer: Any, *arguments: Any, **named: Any) -> None:
