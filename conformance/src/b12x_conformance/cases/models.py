@@ -141,6 +141,15 @@ def _random(name: str) -> Callable[[], Path]:
     return functools.partial(random_models.random_model, name)
 
 
+def _activations_left_alone(
+    name: str, checkpoint: Callable[[], Path], served: str, tolerance: Tolerance
+) -> ModelProblem:
+    """A checkpoint of quantized activations with these in 16 bits, so that its text can be compared closely."""
+    return ModelProblem(
+        f"{name}-16-bit-activations", checkpoint, (served,), tolerance, tokens=32, options=FP16, force_a16=True
+    )
+
+
 _FP4 = ("linear/nvfp4-w4a16",)
 _FULL: dict[str, Any] = {"tokens": 32, "text_tokens": LONG_TEXT}
 
@@ -173,55 +182,15 @@ PROBLEMS: tuple[ModelProblem, ...] = (
         "nvfp4-moe", _experts("modelopt-nvfp4-w4a16"), (*_FP4, "fused_moe/nvfp4-w4a16"), TEXT, options=FP16, **_FULL
     ),
     ModelProblem("fp8-block-dense", _dense("fp8-block"), ("linear/fp8-block",), E4M3_TEXT, options=FP16, **_FULL),
-    ModelProblem(
-        "fp8-block-dense-16-bit-activations",
-        _dense("fp8-block"),
-        ("linear/fp8-block-w8a16",),
-        TEXT,
-        tokens=32,
-        options=FP16,
-        force_a16=True,
-    ),
+    _activations_left_alone("fp8-block-dense", _dense("fp8-block"), "linear/fp8-block-w8a16", TEXT),
     ModelProblem("nvfp4-w4a4-dense", _dense("modelopt-nvfp4"), ("linear/nvfp4-w4a4",), E2M1_ACTIVATIONS),
-    ModelProblem(
-        "nvfp4-w4a4-dense-16-bit-activations",
-        _dense("modelopt-nvfp4"),
-        ("linear/nvfp4-w4a16",),
-        TEXT,
-        tokens=32,
-        options=FP16,
-        force_a16=True,
-    ),
+    _activations_left_alone("nvfp4-w4a4-dense", _dense("modelopt-nvfp4"), "linear/nvfp4-w4a16", TEXT),
     ModelProblem("nvfp4-w4a4-moe", _experts("modelopt-nvfp4"), ("fused_moe/nvfp4-w4a4",), E2M1_ACTIVATIONS),
-    ModelProblem(
-        "nvfp4-w4a4-moe-16-bit-activations",
-        _experts("modelopt-nvfp4"),
-        ("fused_moe/nvfp4-w4a16",),
-        TEXT,
-        tokens=32,
-        options=FP16,
-        force_a16=True,
-    ),
+    _activations_left_alone("nvfp4-w4a4-moe", _experts("modelopt-nvfp4"), "fused_moe/nvfp4-w4a16", TEXT),
     ModelProblem("compressed-nvfp4-dense", _dense("compressed-nvfp4"), ("linear/nvfp4-w4a4",), E2M1_ACTIVATIONS),
-    ModelProblem(
-        "compressed-nvfp4-dense-16-bit-activations",
-        _dense("compressed-nvfp4"),
-        ("linear/nvfp4-w4a16",),
-        TEXT,
-        tokens=32,
-        options=FP16,
-        force_a16=True,
-    ),
+    _activations_left_alone("compressed-nvfp4-dense", _dense("compressed-nvfp4"), "linear/nvfp4-w4a16", TEXT),
     ModelProblem("mxfp4-dense", _dense("compressed-mxfp4"), ("linear/mxfp4-w4a4",), MXFP4_ACTIVATIONS),
-    ModelProblem(
-        "mxfp4-dense-16-bit-activations",
-        _dense("compressed-mxfp4"),
-        ("linear/mxfp4-w4a16",),
-        MXFP4_TEXT,
-        tokens=32,
-        options=FP16,
-        force_a16=True,
-    ),
+    _activations_left_alone("mxfp4-dense", _dense("compressed-mxfp4"), "linear/mxfp4-w4a16", MXFP4_TEXT),
     ModelProblem("mxfp4-w4a16-dense", _dense("compressed-mxfp4-w4a16"), ("linear/mxfp4-w4a16",), WEIGHT_ONLY),
     ModelProblem("mxfp4-moe", _experts("compressed-mxfp4-w4a16"), ("fused_moe/mxfp4-w4a16",), WEIGHT_ONLY),
     ModelProblem("fp8-channel-dense", _dense("compressed-fp8-channel"), ("linear/fp8-channel",), E4M3_ACTIVATIONS),

@@ -39,7 +39,6 @@ class Layer:
             config = quantization_config(case.quantization, {case.fused_name: [name for name, _ in case.shards]})
             if config is None:
                 raise UnsupportedError(UNQUANTIZED)
-            self._config_name = config.get_name()
             self.module, self.shards = _construct(case, config)
             if isinstance(self.module.quant_method, UnquantizedLinearMethod):
                 raise UnsupportedError(UNQUANTIZED)
@@ -69,8 +68,6 @@ class Layer:
         parameters = dict(self.module.named_parameters())
         for key, tensor in tensors.items():
             projection, _, name = key.rpartition(".")
-            if name == "weight_scale" and self._config_name == "mxfp8":
-                name = "weight_scale_inv"  # as SGLang's model loader renames it
             if name not in parameters:
                 raise ArgumentError(
                     f"case.tensors: SGLang's layer has parameters {', '.join(sorted(parameters))}; got {key}"
