@@ -138,9 +138,24 @@ def test_a_list_of_names_is_opened(
         pass
 
 
-def test_an_architecture_without_a_list_sees_its_own_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("architecture", "seen"), [("GptOssForCausalLM", "triton"), ("LlamaForCausalLM", "b12x")])
+def test_another_name_stands_in_for_listed_architectures_and_while_they_are_checked(
+    architecture: str, seen: str, tmp_path: Path
+) -> None:
     """Lfm2, for one, asserts that the backend is not the one whose name stands in for b12x."""
+    import torch
+    from sglang.srt.arg_groups import model_hook
+
+    def backend(server_args: object) -> str:
+        return str(model_hook.resolved_view(server_args).attention_backend)
+
     assert "Lfm2ForCausalLM" not in models.ARCHITECTURES
+    model_type = "gpt_oss" if architecture in models.ARCHITECTURES else "llama"
+    folder = checkpoint(tmp_path, architecture, model_type, **(GPT_OSS if model_type == "gpt_oss" else {}))
+    during: list[str] = []
+    with layer_context(torch.bfloat16, "cpu", model_path=folder) as server_args:
+        models._adjust(lambda arguments: during.append(backend(arguments)), server_args)
+        assert (during, backend(server_args)) == ([seen], "b12x")
 
 
 @pytest.mark.parametrize(("flag", "chosen"), [("b12x", "MixtralForCausalLM"), ("auto", "QuantMixtralForCausalLM")])
