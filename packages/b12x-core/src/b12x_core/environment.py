@@ -40,6 +40,12 @@ FORCE_A16 = Variable(
 STATS = Variable(
     "B12X_STATS", "", "A folder: every process writes the calls it made to each op to PID.json there while it runs."
 )
+CACHE_DIR = Variable(
+    "B12X_CACHE_DIR",
+    "~/.cache/b12x",
+    "Where compiled kernels are: a folder, or several separated by a colon. All are searched in that order; the first "
+    "that can be written gets what is compiled.",
+)
 
-VARIABLES: tuple[Variable, ...] = (REFERENCE, FORCE_A16, STATS)
+VARIABLES: tuple[Variable, ...] = (REFERENCE, FORCE_A16, STATS, CACHE_DIR)
 """Every variable that the core reads."""
