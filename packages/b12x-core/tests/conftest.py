@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from b12x_core import FP8_BLOCK, NVFP4, LinearWeights, Scheme, prepare_linear, quantize
+from b12x_core.capabilities import Op, Tier, support_table
 from b12x_core.reference.quantize import dequantize
 
 
@@ -57,6 +58,11 @@ def stored_weight(scheme: Scheme, w: torch.Tensor) -> Stored:
 def input_scale_for(scheme: Scheme, x: torch.Tensor) -> torch.Tensor | None:
     """The static activation scale of a scheme that requires one."""
     return (x.float().abs().amax() / (448 * 6)).reshape(1) if scheme.static_activation_scale else None
+
+
+def supports_linear_on_tiles(name: str) -> bool:
+    """Whether a kernel serves the scheme, so that its weights are laid out in tiles."""
+    return any(row.op is Op.LINEAR and row.scheme == name and row.kernels[Tier.PORTABLE] for row in support_table())
 
 
 def activation_dtype(scheme: Scheme) -> torch.dtype:

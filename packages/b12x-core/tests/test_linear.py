@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from b12x_core import FP8_BLOCK, FP8_GROUP, SCHEMES, ArgumentError, Scheme, UnsupportedError, linear, prepare_linear
+from b12x_core.ops.linear import in_tiles
 from b12x_core.reference.quantize import as_activation
-from conftest import activation_dtype, input_scale_for, make_linear, stored_weight
+from conftest import activation_dtype, input_scale_for, make_linear, stored_weight, supports_linear_on_tiles
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -102,6 +103,31 @@ def test_reload_of_other_shapes_is_refused() -> None:
     first, _ = make_linear(Scheme.parse("bf16"), 16, 64, x)
     with pytest.raises(ArgumentError, match=r"into must hold weights of the same scheme and shapes; its n is 16"):
         prepare_linear(Scheme.parse("bf16"), torch.zeros(8, 64, dtype=torch.bfloat16), into=first)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if supports_linear_on_tiles(name)])
+@pytest.mark.parametrize(("n", "k"), [(72, 160), (130, 100)])
+def test_weights_in_tiles_give_the_same_result(name: str, n: int, k: int) -> None:
+    """The reference on the layout that kernels read: scales of rows, of blocks and biases are where they belong."""
+    scheme = SCHEMES[name]
+    x = torch.randn(5, k).to(activation_dtype(scheme))
+    plain, _ = make_linear(scheme, n, k, x)
+    tiles = in_tiles(plain)
+    assert tiles.weight.shape == (-(-n // 64), -(-k * plain.weight.itemsize // 64), 4096)
+    assert torch.equal(linear(x, tiles), linear(x, plain))
+    assert linear(x[0], tiles).shape == (n,)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_output_dtype(out_dtype: torch.dtype) -> None:
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    w, dense = make_linear(Scheme.parse("bf16"), 16, 64, x)
+    assert w.bias is not None
+    y = linear(x, w, out_dtype=out_dtype)
+    assert y.dtype == out_dtype
+    assert torch.equal(y, (x.float() @ dense.T + w.bias).to(out_dtype))
+    with pytest.raises(ArgumentError, match=r"out_dtype must be None, bfloat16 or float16 or float32; got torch\.int8"):
+        linear(x, w, out_dtype=torch.int8)
 
 
 NV, MX = Scheme.parse("nvfp4-w4a4"), Scheme.parse("mxfp8")

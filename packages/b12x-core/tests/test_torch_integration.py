@@ -24,7 +24,8 @@ from b12x_core import (
     quantize,
     write_kv_cache,
 )
-from conftest import activation_dtype, make_linear
+from b12x_core.ops.linear import in_tiles
+from conftest import activation_dtype, make_linear, supports_linear_on_tiles
 from test_attention import Batch
 from test_moe import make_experts, routing
 from torch._dynamo.testing import CompileCounter
@@ -43,8 +44,19 @@ def test_linear_opcheck(name: str) -> None:
     scheme = SCHEMES[name]
     x = torch.randn(3, 64).to(activation_dtype(scheme))
     w, _ = make_linear(scheme, 24, 64, x)
-    arguments = (x, w.weight, w.scale, w.global_scale, w.input_scale, w.bias, name)
+    arguments = (x, w.weight, w.scale, w.global_scale, w.input_scale, w.bias, name, None)
     torch.library.opcheck(OPS.linear.default, arguments)
+
+
+@pytest.mark.usefixtures("bytewise_allclose")
+@pytest.mark.parametrize("name", [name for name in SCHEMES if supports_linear_on_tiles(name)])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+def test_linear_tiles_opcheck(name: str, out_dtype: torch.dtype | None) -> None:
+    scheme = SCHEMES[name]
+    x = torch.randn(3, 2, 64).to(activation_dtype(scheme))
+    w = in_tiles(make_linear(scheme, 24, 64, x)[0])
+    arguments = (x, w.weight, w.affine, w.scale, w.input_scale, name, 24, out_dtype)
+    torch.library.opcheck(OPS.linear_tiles.default, arguments)
 
 
 @pytest.mark.usefixtures("bytewise_allclose")

@@ -13,7 +13,7 @@ import torch
 
 from b12x_core import environment
 from b12x_core.activations import Activation
-from b12x_core.formats import SCHEMES, Scheme
+from b12x_core.formats import BF16, FP8_BLOCK, FP8_ROW, FP8_TENSOR, FP16, SCHEMES, Scheme
 
 
 class Tier(enum.Enum):
@@ -84,8 +84,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 _KV_SCHEMES = tuple(dtype_name(dtype) for dtype in KV_DTYPES)
 
+REFERENCE_LINEAR = "reference.linear"
+_LINEAR_WEIGHTS = (BF16, FP16, FP8_TENSOR, FP8_ROW, FP8_BLOCK)
+_LINEAR_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.weight in _LINEAR_WEIGHTS)
+
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("reference.linear", Op.LINEAR, Tier.REFERENCE, tuple(SCHEMES)),
+    *(Kernel("linear", Op.LINEAR, tier, _LINEAR_SCHEMES) for tier in (Tier.NATIVE, Tier.PORTABLE)),
+    Kernel(REFERENCE_LINEAR, Op.LINEAR, Tier.REFERENCE, tuple(SCHEMES)),
     Kernel("reference.fused_moe", Op.MOE, Tier.REFERENCE, tuple(SCHEMES)),
     Kernel("reference.paged_attention", Op.ATTENTION, Tier.REFERENCE, _KV_SCHEMES),
     Kernel("reference.write_kv_cache", Op.KV_CACHE, Tier.REFERENCE, _KV_SCHEMES),

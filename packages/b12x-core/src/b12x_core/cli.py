@@ -14,9 +14,12 @@ from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.table import Table
 
-from b12x_core import environment
+from b12x_core import environment, runtime
 from b12x_core.adapters import GROUP, Adapter
 from b12x_core.capabilities import Tier, support_table, tier_of
+from b12x_core.planning.inventory import everything
+from b12x_core.planning.kernel import KernelSpec
+from b12x_core.runtime.devices import ARCHITECTURES
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="b12x: quantized inference kernels.")
 console = Console()
@@ -132,6 +135,31 @@ def support() -> None:
     _table("Support", rows)
     for tier in Tier:
         console.print(f"{tier.value}: {tier.targets}", highlight=False)
+
+
+@app.command("compile")
+def compile_kernels(
+    arch: Annotated[list[str], typer.Option(help="Architecture to compile for: sm_90a, sm_120a or sm_121a.")],
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="A kernel, in the words of the error that misses it.")
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every kernel that planning can choose for known models.")
+    ] = False,
+    keep: Annotated[bool, typer.Option(help="Keep PTX, cubin and object file beside each kernel.")] = False,
+) -> None:
+    """Compile kernels into the cache (B12X_CACHE_DIR), without a GPU. What is there already is not compiled again."""
+    unknown = set(arch) - set(ARCHITECTURES.values())
+    if unknown:
+        raise typer.BadParameter(f"--arch {', '.join(sorted(unknown))}: there are {', '.join(ARCHITECTURES.values())}")
+    specs = [KernelSpec.from_json(text) for text in kernel or ()]
+    if every:
+        specs += everything()
+    if not specs:
+        raise typer.BadParameter("name kernels with --kernel, or give --all")
+    for target in arch:
+        done = runtime.compile_all(specs, target, keep=keep)
+        console.print(f"{target}: {len(done.compiled)} compiled, {len(done.present)} were there", highlight=False)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import atexit
 import json
 import os
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
@@ -27,33 +28,46 @@ class Count(TypedDict):
     layers: int
 
 
-_calls: dict[str, int] = {}
-_layers: dict[str, set[int]] = {}
+@dataclass
+class _Entry:
+    calls: int = 0
+    layers: set[int] = field(default_factory=set)
+
+
+_entries: dict[tuple[str, str], _Entry] = {}
 _lock = threading.Lock()
 _writer: threading.Thread | None = None
 
 
 def record(op: str, scheme: str, layer: torch.Tensor) -> None:
     """Count one call of `op` in `scheme` by the layer that owns the tensor `layer`."""
-    key = f"{op}/{scheme}"
+    address = layer.data_ptr()
     with _lock:
-        _calls[key] = _calls.get(key, 0) + 1
-        _layers.setdefault(key, set()).add(layer.data_ptr())
-    if _writer is None and environment.STATS.get():
+        entry = _entries.get((op, scheme))
+        if entry is None:
+            entry = _entries[op, scheme] = _Entry()
+        entry.calls += 1
+        known = address in entry.layers
+        if not known:
+            entry.layers.add(address)
+    # Looking at the environment takes as long as the rest: a layer that was seen changes nothing about it.
+    if not known and _writer is None and environment.STATS.get():
         _start_writer()
 
 
 def snapshot() -> dict[str, Count]:
     """The counts of this process by key."""
     with _lock:
-        return {key: Count(calls=calls, layers=len(_layers[key])) for key, calls in sorted(_calls.items())}
+        return {
+            f"{op}/{scheme}": Count(calls=entry.calls, layers=len(entry.layers))
+            for (op, scheme), entry in sorted(_entries.items())
+        }
 
 
 def reset() -> None:
     """Forget what was counted in this process."""
     with _lock:
-        _calls.clear()
-        _layers.clear()
+        _entries.clear()
 
 
 def collect(folder: str | Path) -> dict[str, Count]:

@@ -24,7 +24,9 @@ def register(
     schema: str,
     reference: Callable[..., Any],
     fake: Callable[..., Any],
-    support: Callable[..., Support],
+    *,
+    support: Callable[..., Support] | None = None,
+    kernel: Callable[..., Any] | None = None,
 ) -> Any:
     """Define `b12x_core::<schema>` and return the op.
 
@@ -32,11 +34,15 @@ def register(
         schema: the op's schema in torch's syntax, name first.
         reference: plain torch implementation.
         fake: shapes and dtypes of the result, for tracing.
-        support: with the op's arguments, whether and by which kernel the call is served.
+        support: for an op without kernels: with its arguments, whether the call is served.
+        kernel: implementation for CUDA tensors. It raises `UnsupportedError` on a device that it does not know.
     """
     name = schema.partition("(")[0]
 
+    assert (support is None) != (kernel is None)
+
     def on_cuda(*args: Any, **kwargs: Any) -> Any:
+        assert support is not None
         answer = support(*args, **kwargs)
         if not answer.ok:
             raise UnsupportedError(f"{name}: {answer.reason}")
@@ -44,6 +50,6 @@ def register(
 
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, reference, "CPU")
-    _library.impl(name, on_cuda, "CUDA")
+    _library.impl(name, kernel or on_cuda, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default

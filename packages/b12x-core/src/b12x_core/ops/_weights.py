@@ -10,17 +10,18 @@ from b12x_core.errors import ArgumentError
 from b12x_core.formats import ALL, Element, Format, ScaleType, Scheme
 from b12x_core.ops import _checks
 
-_WEIGHT_DTYPE = {
+WEIGHT_DTYPE = {
     Element.E2M1: torch.uint8,
     Element.E4M3: torch.float8_e4m3fn,
     Element.BF16: torch.bfloat16,
     Element.FP16: torch.float16,
 }
+"""Dtype of a stored weight by the code of its elements."""
 
 
 def check_weight(op: str, argument: str, weight: torch.Tensor, fmt: Format, dims: int, meaning: str) -> torch.Tensor:
     """Check a stored weight (..., rows, K / packed) of `dims` dimensions."""
-    return _checks.tensor(op, argument, weight, (_WEIGHT_DTYPE[fmt.element],), (None,) * dims, meaning)
+    return _checks.tensor(op, argument, weight, (WEIGHT_DTYPE[fmt.element],), (None,) * dims, meaning)
 
 
 def canonical_scale(

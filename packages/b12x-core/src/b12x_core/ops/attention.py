@@ -36,7 +36,7 @@ _op = register(
     "float? soft_cap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale) -> ()",
     _impl,
     lambda *_: None,
-    _support,
+    support=_support,
 )
 
 

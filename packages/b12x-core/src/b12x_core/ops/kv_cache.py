@@ -58,7 +58,7 @@ _op = register(
     "Tensor? k_scale, Tensor? v_scale) -> ()",
     _impl,
     lambda *_: None,
-    _support,
+    support=_support,
 )
 
 

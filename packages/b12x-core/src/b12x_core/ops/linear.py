@@ -8,12 +8,19 @@ from typing import Any
 import torch
 
 from b12x_core import counters
-from b12x_core.capabilities import Support, supports_linear
+from b12x_core.capabilities import REFERENCE_LINEAR, Support, supports_linear
 from b12x_core.errors import UnsupportedError
-from b12x_core.formats import SCHEMES, Scheme
+from b12x_core.formats import FP8_BLOCK, FP8_ROW, SCHEMES, Scheme
 from b12x_core.ops import _checks, _weights
 from b12x_core.ops._library import register
+from b12x_core.ops._linear_kernel import linear_kernel, one
+from b12x_core.ops.packing import pack_weight, unpack_weight
+from b12x_core.planning.linear import TILE_ROWS
 from b12x_core.reference.linear import linear as reference_linear
+
+_OUTPUTS = (*_checks.ACTIVATION_DTYPES, torch.float32)
+_ACTIVATIONS = {"bf16": (torch.bfloat16,), "fp16": (torch.float16,)}
+"""What an unquantized scheme takes."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,12 @@ class LinearWeights:
     Attributes:
         scheme: formats of weight and activation.
         n, k: output and input features.
-        weight, scale, global_scale, input_scale, bias: tensors that the op reads, None where the scheme has none.
+        weight: what the reference reads, (N, K) as stored; or, where a kernel serves the layer, the tiles of
+            `b12x_core.ops.packing`.
+        scale: scales as stored; beside tiles only those of blocks.
+        global_scale, bias: as given, None where there is none and beside tiles.
+        input_scale: float32 (1,), the static scale of the activation, or None.
+        affine: beside tiles, float32 (2, 64 * ceil(N / 64)): what a row's sum is multiplied with, and its bias.
     """
 
     scheme: Scheme
@@ -34,6 +46,30 @@ class LinearWeights:
     global_scale: torch.Tensor | None
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
+    affine: torch.Tensor | None = None
+
+
+def in_tiles(w: LinearWeights) -> LinearWeights:
+    """Weights as the reference reads them -> as the kernels do."""
+    fmt = w.scheme.weight
+    packed = pack_weight(w.weight, widened=w.scheme.weight_only)
+    affine = torch.zeros((2, packed.shape[0] * TILE_ROWS), dtype=torch.float32, device=packed.device)
+    by_block = fmt == FP8_BLOCK
+    affine[0, : w.n] = 1.0 if w.scale is None or by_block else w.scale
+    if w.bias is not None:
+        affine[1, : w.n] = w.bias
+    return LinearWeights(w.scheme, w.n, w.k, packed, w.scale if by_block else None, None, w.input_scale, None, affine)
+
+
+def from_tiles(
+    weight: torch.Tensor, affine: torch.Tensor, scale: torch.Tensor | None, scheme: Scheme, n: int, k: int
+) -> LinearWeights:
+    """The inverse of `in_tiles`: scales of a tensor come back as one a row, a bias as float32."""
+    dtype = _weights.WEIGHT_DTYPE[scheme.weight.element]
+    plain = unpack_weight(weight, n, k, dtype, widened=scheme.weight_only)
+    if scale is None and scheme.weight.quantized:
+        scheme, scale = Scheme(FP8_ROW, scheme.activation), affine[0, :n]
+    return LinearWeights(scheme, n, k, plain, scale, None, None, affine[1, :n])
 
 
 def prepare_linear(
@@ -85,53 +121,93 @@ def prepare_linear(
     if bias is not None:
         _checks.tensor(op, "bias", bias, (*_checks.ACTIVATION_DTYPES, torch.float32), (n,), "(N,)")
     fresh = LinearWeights(scheme, n, k, stored, canonical, global_scale, input_scale, bias)
+    if support.kernel != REFERENCE_LINEAR:
+        fresh = in_tiles(fresh)
+        one(stored.device)
     return _weights.store_into(op, fresh, into)
 
 
+def _out_dtype(x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    return x.dtype if out_dtype is None else out_dtype
+
+
 def _impl(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    scale, global_scale, input_scale, bias, scheme = rest
+    scale, global_scale, input_scale, bias, scheme, out_dtype = rest
     counters.record("linear", scheme, weight)
-    y = reference_linear(x.flatten(0, -2), weight, scale, global_scale, input_scale, bias, SCHEMES[scheme])
+    y = reference_linear(
+        x.flatten(0, -2), weight, scale, global_scale, input_scale, bias, SCHEMES[scheme], _out_dtype(x, out_dtype)
+    )
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=_out_dtype(x, rest[-1]))
 
 
 def _support(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Support:
-    return supports_linear(SCHEMES[rest[-1]], weight.shape[0], x.shape[-1], x.device)
+    return supports_linear(SCHEMES[rest[-2]], weight.shape[0], x.shape[-1], x.device)
 
 
 _op = register(
     "linear(Tensor x, Tensor weight, Tensor? scale, Tensor? global_scale, Tensor? input_scale, Tensor? bias, "
-    "str scheme) -> Tensor",
+    "str scheme, ScalarType? out_dtype) -> Tensor",
     _impl,
     _fake,
-    _support,
+    support=_support,
 )
 
 
-def linear(x: torch.Tensor, w: LinearWeights) -> torch.Tensor:
+def _tiles_impl(x: torch.Tensor, weight: torch.Tensor, affine: torch.Tensor, *rest: Any) -> torch.Tensor:
+    scale, input_scale, scheme, n, out_dtype = rest
+    w = from_tiles(weight, affine, scale, SCHEMES[scheme], n, x.shape[-1])
+    counters.record("linear", scheme, weight)
+    y = reference_linear(
+        x.flatten(0, -2), w.weight, w.scale, None, input_scale, w.bias, w.scheme, _out_dtype(x, out_dtype)
+    )
+    return y.view(*x.shape[:-1], n)
+
+
+def _tiles_fake(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], rest[-2]), dtype=_out_dtype(x, rest[-1]))
+
+
+_tiles_op = register(
+    "linear_tiles(Tensor x, Tensor weight, Tensor affine, Tensor? scale, Tensor? input_scale, str scheme, SymInt n, "
+    "ScalarType? out_dtype) -> Tensor",
+    _tiles_impl,
+    _tiles_fake,
+    kernel=linear_kernel,
+)
+
+
+def linear(x: torch.Tensor, w: LinearWeights, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """Y = x W^T + b, with x quantized first where the scheme says so.
 
     Args:
         x: (..., K) bf16 or fp16, at least one dimension; any number of rows, 0 included.
         w: prepared weights. An unquantized scheme takes x of the weight's dtype.
+        out_dtype: bf16, fp16 or fp32; None for x's dtype.
 
     Returns:
-        (..., N) in x's dtype. Products are accumulated, and the bias added, in float32.
+        (..., N) in out_dtype. Products are accumulated, and the bias added, in float32.
 
     Raises:
         ArgumentError: x is malformed.
         UnsupportedError: nothing serves the call on x's device.
     """
-    dtypes = _checks.ACTIVATION_DTYPES if w.scheme.weight.quantized else (w.weight.dtype,)
+    dtypes = _ACTIVATIONS.get(w.scheme.name, _checks.ACTIVATION_DTYPES)
     if not isinstance(x, torch.Tensor) or x.dtype not in dtypes or x.dim() < 1 or x.shape[-1] != w.k:
         raise _checks.fail("linear", "x", f"a tensor of {_checks.names(dtypes)} with shape (..., {w.k}) = (..., K)", x)
     if x.device != w.weight.device:
         raise _checks.fail("linear", "x", f"on {w.weight.device} like the weights", x)
+    if out_dtype is not None and out_dtype not in _OUTPUTS:
+        raise _checks.fail("linear", "out_dtype", f"None, {_checks.names(_OUTPUTS)}", out_dtype)
     if x.dim() == 1:
-        return linear(x.unsqueeze(0), w).squeeze(0)
-    y: torch.Tensor = _op(x, w.weight, w.scale, w.global_scale, w.input_scale, w.bias, w.scheme.name)
+        return linear(x.unsqueeze(0), w, out_dtype=out_dtype).squeeze(0)
+    name = w.scheme.name
+    y: torch.Tensor
+    if w.affine is not None:
+        y = _tiles_op(x, w.weight, w.affine, w.scale, w.input_scale, name, w.n, out_dtype)
+    else:
+        y = _op(x, w.weight, w.scale, w.global_scale, w.input_scale, w.bias, name, out_dtype)
     return y

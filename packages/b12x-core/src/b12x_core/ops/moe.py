@@ -236,7 +236,7 @@ def _support(*args: object) -> Support:
     return supports_moe(form, w2.shape[0], w2.shape[1], w2.shape[2] * form.weight.packed, SILU, x.device)
 
 
-_op = register(_SCHEMA, _impl, lambda *_: None, _support)
+_op = register(_SCHEMA, _impl, lambda *_: None, support=_support)
 
 
 def fused_moe(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from b12x_core.capabilities import Support, Tier, tier_of
+from b12x_core import environment
 from b12x_core.errors import ArgumentError
 from b12x_core.formats import ALL, FORMATS, FP8_BLOCK, FP8_TENSOR, NVFP4, Element, Format, ScaleType
 from b12x_core.ops import _checks
 from b12x_core.ops._library import register
+from b12x_core.ops._quantize_kernel import quantize_rows
 from b12x_core.reference import quantize as reference
 from b12x_core.reference.quantize import QuantizedTensor
 
@@ -24,6 +25,21 @@ def _impl(x: torch.Tensor, fmt: str, scale: torch.Tensor | None) -> tuple[torch.
     q = reference.quantize(x, ACTIVATION_FORMATS[fmt], scale)
     # An op's result must not alias its argument; a static fp8-tensor scale comes back as it was given.
     return q.data, q.scale.clone() if scale is not None and q.scale.data_ptr() == scale.data_ptr() else q.scale
+
+
+def _kernel(x: torch.Tensor, fmt: str, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if environment.REFERENCE.enabled():
+        return _impl(x, fmt, scale)
+    form = ACTIVATION_FORMATS[fmt]
+    data, block_scale = _fake(x, fmt, scale)
+    if not x.numel():
+        if form.block == (ALL, ALL):
+            block_scale.fill_(0.0) if scale is None else block_scale.copy_(scale)
+        return data, block_scale
+    codes, scales = quantize_rows(x.reshape(-1, x.shape[-1]), form, scale)
+    if scale is not None and scales.data_ptr() == scale.data_ptr():
+        scales = scale.clone()  # an op's result must not alias its argument
+    return codes.contiguous().view(data.dtype).view(data.shape), scales.view(block_scale.dtype).view(block_scale.shape)
 
 
 def _fake(x: torch.Tensor, fmt: str, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,14 +60,7 @@ def _fake(x: torch.Tensor, fmt: str, scale: torch.Tensor | None) -> tuple[torch.
     )
 
 
-def _support(x: torch.Tensor, fmt: str, scale: torch.Tensor | None) -> Support:
-    tier, where = tier_of(x.device)
-    if tier is Tier.REFERENCE:
-        return Support(True, None, "reference.quantize")
-    return Support(False, f"no quantize kernel for {fmt} on {where} (B12X_REFERENCE=1 runs plain torch on any device)")
-
-
-_op = register("quantize(Tensor x, str format, Tensor? scale) -> (Tensor, Tensor)", _impl, _fake, _support)
+_op = register("quantize(Tensor x, str format, Tensor? scale) -> (Tensor, Tensor)", _impl, _fake, kernel=_kernel)
 
 
 def quantize(x: torch.Tensor, fmt: Format, *, scale: torch.Tensor | None = None) -> QuantizedTensor:

@@ -27,7 +27,7 @@ class LinearConfig:
         activation: "bf16", "fp16" or "e4m3"; unlike `weight` only for 16-bit activations beside an e4m3 weight.
         out: "bf16", "fp16" or "fp32".
         scales: "end", applied to the finished sum, or "block", one for each 128 of K besides.
-        rows: weight rows of a tile, a multiple of `TILE_ROWS`.
+        rows: weight rows of a tile, a multiple of `TILE_ROWS`, or 16 or 32.
         tokens: tokens of a tile, a multiple of 8.
         k_tiles: packed tiles along K in a stage of the pipeline.
         stages: stages of the pipeline.

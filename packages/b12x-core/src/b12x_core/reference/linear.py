@@ -23,10 +23,11 @@ def linear(
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     scheme: Scheme,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """(M, K) bf16 or fp16 -> (M, N) of the same dtype, accumulated in float32. Arguments as in `prepare_linear`."""
+    """(M, K) bf16 or fp16 -> (M, N) of `out_dtype`, accumulated in float32. Arguments as in `prepare_linear`."""
     w = dequantize(weight, scheme.weight, scale, per_row(global_scale))
     y = as_activation(x, scheme.activation, input_scale) @ w.T
     if bias is not None:
         y = y + bias.float()
-    return y.to(x.dtype)
+    return y.to(out_dtype)

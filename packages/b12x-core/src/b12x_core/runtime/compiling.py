@@ -200,7 +200,8 @@ def compile_all(
     Args:
         specs: kernels; duplicates count once.
         arch: "sm_90a", "sm_120a" or "sm_121a". No GPU is needed.
-        keep: also store `kernel.o`, `kernel.ptx`, `kernel.mlir` (host code) and `kernel.cubin`, for what examines kernels.
+        keep: also store `kernel.o`, `kernel.ptx`, `kernel.mlir` (host code) and `kernel.cubin`, for what examines
+            kernels.
         progress: (number of kernels, arch) -> what shows it; by default a bar on a terminal, else lines on stderr.
         workers: processes that compile at once; by default what cores and memory allow.
 

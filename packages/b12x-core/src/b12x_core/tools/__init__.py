@@ -1,0 +1,1 @@
+"""Programs for those who write kernels; nothing else imports them."""
