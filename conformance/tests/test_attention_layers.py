@@ -7,10 +7,10 @@ from collections.abc import Callable
 import b12x_core
 import pytest
 import torch
-from b12x_conformance.bounds import bound
 from b12x_conformance.cases.attention import PROBLEMS, STALE, AttentionProblem, Step
 from b12x_conformance.verdict import Verdict
 from b12x_core.adapters import Adapter, AttentionLayer
+from b12x_core.testing.bounds import bound
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from b12x_conformance import bounds
 from b12x_conformance.oracle import (
     ACTIVATION_RULES,
     WEIGHT_FORMATS,
@@ -22,6 +21,7 @@ from b12x_conformance.oracle import (
 )
 from b12x_core.activations import GELU, GELU_TANH, RELU2_NOT_GATED, SILU, SILU_NOT_GATED, Activation, SwiGLU
 from b12x_core.formats import SCHEMES
+from b12x_core.testing import bounds
 
 E2M1_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
-from b12x_conformance.bounds import Bound, error
+from b12x_core.testing.bounds import Bound, error
 
 
 class Verdict:

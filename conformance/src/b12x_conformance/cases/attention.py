@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 from b12x_core.adapters import AttentionCase
+from b12x_core.testing import bounds
 
-from b12x_conformance import bounds
 from b12x_conformance.cases import generator
 from b12x_conformance.oracle.attention import Attended, attention, stored
 

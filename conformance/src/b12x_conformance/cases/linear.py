@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from b12x_core.adapters import LinearCase
+from b12x_core.testing import bounds
 
-from b12x_conformance import bounds
 from b12x_conformance.cases import generator
 from b12x_conformance.cases.forms import FORMS, Form, input_scale, random_input, random_quantized
 from b12x_conformance.oracle import Quantized

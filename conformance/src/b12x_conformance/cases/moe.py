@@ -20,8 +20,8 @@ from b12x_core.activations import (
     SwiGLU,
 )
 from b12x_core.adapters import MoECase
+from b12x_core.testing import bounds
 
-from b12x_conformance import bounds
 from b12x_conformance.cases import generator
 from b12x_conformance.cases.forms import FORMS, GPT_OSS, Form, input_scale, random_input, random_weight
 from b12x_conformance.oracle import Quantized

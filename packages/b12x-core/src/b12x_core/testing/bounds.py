@@ -26,10 +26,11 @@ _EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0
 """The most that one rounding to a dtype changes a value, relative to it."""
 
 _ROUNDING = "one rounding to the output dtype; what `error` adds to the denominator leaves room for float32 sums"
+_SUM = _ROUNDING + ", and 2^-18 for float32 outputs, of sums whose terms a matrix unit aligns and truncates"
 _FLIPS = "an intermediate that lies at a tie in float32 may round the other way: one step of {step} of its block"
 
 _TABLE: dict[str, tuple[float, str]] = {
-    "linear": (0.0, _ROUNDING),
+    "linear": (2.0**-18, _SUM),
     "attention": (0.0, _ROUNDING),
     "lse": (1e-5, "a float32 sum of exponentials of float32 scores"),
     "moe/16-bit": (0.0, _ROUNDING),
