@@ -10,7 +10,7 @@ from pathlib import Path
 import nox
 
 nox.needs_version = ">=2024.10.9"
-nox.options.sessions = ["lint", "tests", "conformance"]
+nox.options.sessions = ["lint", "tests", "kernels", "conformance"]
 nox.options.reuse_existing_virtualenvs = True
 # pip takes ten minutes to settle what an engine's two hundred requirements want; uv takes seconds.
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -54,8 +54,27 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Unit tests of the core, and of what the conformance suite rests on."""
-    session.install(TORCH, CORE, CONFORMANCE)
+    session.install(TORCH, f"{CORE}[tools]", CONFORMANCE)
     session.run("python", "-m", "pytest", "packages/b12x-core/tests", *session.posargs)
+
+
+def compile_kernels(session: nox.Session, which: str) -> None:
+    session.install(TORCH, f"{CORE}[tools]", "pytest")
+    # Cross-compiled kernels stay for the next run; the key of each holds its source.
+    session.env.setdefault("B12X_CACHE_DIR", str(Path(".nox/kernels").absolute()))
+    session.run("python", "-m", "pytest", "packages/b12x-core/kernel_tests", f"--kernels={which}", *session.posargs)
+
+
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """Cross-compile a representative set of kernels and look at what the assembler made of each. Needs no GPU."""
+    compile_kernels(session, "representative")
+
+
+@nox.session(name="kernels-all", default=False)
+def kernels_all(session: nox.Session) -> None:
+    """The same for every kernel that planning can choose."""
+    compile_kernels(session, "all")
 
 
 @nox.session(venv_backend="none")

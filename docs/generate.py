@@ -1,7 +1,8 @@
 """Writes the generated parts of the documentation; `--check` only says whether they are current.
 
 A generated part stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->` in a Markdown file. A name like
-`path/file.py::Class.method` stands for that piece of source, `path/file.toml::table` for a table of that file.
+`path/file.py::Class.method` stands for that piece of source, `path/file.toml::table` for a table of that file,
+`path/file.json::SCHEME` for the rows of a benchmark's record.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import json
 import re
 import sys
 import textwrap
@@ -20,7 +22,7 @@ from b12x_core.environment import VARIABLES, Variable
 from b12x_core.formats import ALL, SCHEMES, Format
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("README.md", "docs/support.md", "docs/environment.md", "docs/add-an-engine.md")
+FILES = ("README.md", "docs/support.md", "docs/environment.md", "docs/add-an-engine.md", "docs/performance/linear.md")
 MARKED = re.compile(r"(<!-- begin: (?P<name>.+?) -->\n).*?(<!-- end: (?P=name) -->)", re.DOTALL)
 # Read as files: the tables must not depend on an engine being installed.
 VARIABLE_MODULES = {"b12x-conformance": "conformance/src/b12x_conformance/environment.py"}
@@ -95,6 +97,51 @@ def excerpt(path: str, name: str) -> str:
     return f"```{language}\n" + textwrap.dedent("\n".join(lines[first:last])) + "\n```"
 
 
+def machine(path: str) -> str:
+    """Where and with what the record of a benchmark was made, and the ceilings measured beside it."""
+    record = json.loads((ROOT / path).read_text())
+    rows = [["GPU", record["gpu"]], ["driver", record["driver"]], ["date", record["date"]]]
+    rows += [[name, str(value)] for name, value in record["versions"].items()]
+    rows += [[f"ceiling, {name}", f"{value:,.0f}"] for name, value in record["ceilings"].items()]
+    return table(["", ""], rows)
+
+
+def benchmark(path: str, scheme: str) -> str:
+    """The rows of one scheme of the record of a benchmark: time, fractions of the ceilings, the fastest peer."""
+    record = json.loads((ROOT / path).read_text())
+    rows = []
+    for row in record["rows"]:
+        if row["scheme"] != scheme:
+            continue
+        peer = min(row["peers"], key=lambda name: row["peers"][name], default=None)
+        shape = row["shape"]
+        rows.append(
+            [
+                f"{shape['n']} x {shape['k']}",
+                str(shape["m"]),
+                shape["input"],
+                f"{row['us']:.1f}",
+                f"{row['read_fraction']:.0%}",
+                f"{row['mma_fraction']:.0%}",
+                "-" if peer is None else f"{row['peers'][peer] / row['us']:.2f}x",
+                peer or "-",
+                f"{row['error']:.1e}",
+            ]
+        )
+    header = [
+        "N x K",
+        "M",
+        "input",
+        "us",
+        "of the floor",
+        "of the mma rate",
+        "speed-up",
+        "over the fastest peer",
+        "error",
+    ]
+    return table(header, rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "support": lambda: support((Op.LINEAR, Op.MOE)),
     "kv-support": lambda: support((Op.ATTENTION, Op.KV_CACHE)),
@@ -108,6 +155,8 @@ def current(name: str) -> str:
     if name in PARTS:
         return PARTS[name]()
     path, _, definition = name.partition("::")
+    if path.endswith(".json"):
+        return benchmark(path, definition) if definition else machine(path)
     return excerpt(path, definition)
 
 
