@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from b12x_conformance.bounds import error
 from b12x_conformance.cases.linear import LinearSample, Shards
 from b12x_core import SCHEMES, LinearWeights, Support, UnsupportedError, supports_linear
 from b12x_core.adapters import LinearCase
+from b12x_core.testing.bounds import error
 from b12x_sglang.hooks import linear as hook
 from b12x_sglang.hooks.context import layer_context
 from b12x_sglang.linear import layer as served
