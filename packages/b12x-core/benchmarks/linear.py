@@ -12,12 +12,13 @@ from collections.abc import Sequence
 import linear_peers
 import record
 import torch
-from b12x_core import SCHEMES, Scheme, prepare_linear
+from b12x_core import FP8_ROW, SCHEMES, Scheme, prepare_linear
 from b12x_core.ops._linear_kernel import call_for, multiply
 from b12x_core.ops._quantize_kernel import quantize_rows
 from b12x_core.ops._scratch import take
 from b12x_core.ops.linear import LinearWeights, linear
 from b12x_core.reference.quantize import dequantize, dequantize_activation, quantize
+from b12x_core.testing.linear import random_weight
 from ceilings import Ceilings
 from timing import copies, median_us, relative_error
 
@@ -25,17 +26,6 @@ SHAPES = ((5120, 17408), (34816, 5120), (2880, 2880), (4096, 14336))
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
 NAMES = ("bf16", "fp8-tensor", "fp8-channel", "fp8-block")
 """Schemes that peers have, too; `--schemes` takes any other."""
-
-
-def make_weight(scheme: Scheme, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A random stored weight of unit-variance outputs, and its scale."""
-    weight = torch.randn(n, k, device="cuda") / k**0.5
-    fmt = scheme.weight
-    if not fmt.quantized:
-        return weight.bfloat16(), None
-    data = (weight * k**0.5 * 32).to(torch.float8_e4m3fn)
-    scale = (torch.rand(fmt.scale_shape(n, k), device="cuda") + 0.5) / (32 * k**0.5)
-    return data, scale
 
 
 def static_scale(scheme: Scheme, x: torch.Tensor) -> torch.Tensor | None:
@@ -48,7 +38,7 @@ class Problem:
 
     def __init__(self, name: str, n: int, k: int) -> None:
         self.name, self.n, self.k, self.scheme = name, n, k, SCHEMES[name]
-        self.weight, self.scale = make_weight(self.scheme, n, k)
+        self.weight, self.scale = random_weight(self.scheme, n, k, torch.device("cuda"))
         self.bytes = self.scheme.weight.nbytes(n, k)
         self.count = copies(self.bytes)
         self.dense = dequantize(self.weight, self.scheme.weight, self.scale)
@@ -86,47 +76,44 @@ class Problem:
         if fmt.quantized:
             q = quantize(x, fmt, input_scale)
             seen = dequantize_activation(q)
-            scale = (
-                q.scale.view(-1, 1) if q.scale.dim() == 1 and q.scale.numel() == m and fmt.block != (0, 0) else q.scale
-            )
+            scale = q.scale.view(-1, 1) if fmt == FP8_ROW else q.scale
             activation = linear_peers.Activation(x, q.data, scale)
         few = slice(0, 128)
         truth = seen[few] @ self.dense.t()
         error = relative_error(linear(x, ours[0])[few], truth)
         call = call_for(self.name, x.dtype, x.dtype, m, self.n, self.k, x.device)
         shape = {"m": m, "n": self.n, "k": self.k}
+        calls: dict[str, list[linear_peers.Gemm]] = {}
+        for weight in others:
+            layer = linear_peers.Layer(self.name, weight, self.scale)
+            for name, gemm in linear_peers.gemms(layer, activation).items():
+                calls.setdefault(name, []).append(gemm)
         peers: dict[str, float] = {}
-        for index, weight in enumerate(others):
-            for name, gemm in linear_peers.gemms(linear_peers.Layer(self.name, weight, self.scale), activation).items():
-                peers.setdefault(name, 0.0)
-                if index == 0:
-                    wrong = relative_error(gemm()[few][: truth.shape[0]], truth)
-                    if wrong > 0.05:
-                        print(f"  {name}: error {wrong:.3f}, left out")
-                        peers.pop(name)
-        kept = list(peers)
-        for name in kept:
-            calls = [
-                linear_peers.gemms(linear_peers.Layer(self.name, weight, self.scale), activation)[name]
-                for weight in others
-            ]
-            peers[name] = median_us(calls)
+        for name, gemms in calls.items():
+            wrong = relative_error(gemms[0]()[few][: truth.shape[0]], truth)
+            if wrong > 0.05:
+                print(f"  {name}: error {wrong:.3f}, left out")
+            else:
+                peers[name] = median_us(gemms)
         quantizers = {
             name: median_us([quantizer]) for name, quantizer in linear_peers.quantizers(self.name, activation).items()
         }
-        make = lambda us, theirs, kind: record.Row(  # noqa: E731, one expression used twice
-            "linear",
-            self.name,
-            {**shape, "input": kind},
-            us,
-            self.bytes,
-            2 * m * self.n * self.k,
-            theirs,
-            call.kernel,
-            error,
-            ceilings.floor_us(self.bytes),
-            ceilings.mma_tflops("e4m3" if fmt.quantized else "bf16"),
-        )
+
+        def make(us: float, theirs: dict[str, float], kind: str) -> record.Row:
+            return record.Row(
+                "linear",
+                self.name,
+                {**shape, "input": kind},
+                us,
+                self.bytes,
+                2 * m * self.n * self.k,
+                theirs,
+                call.kernel,
+                error,
+                ceilings.floor_us(self.bytes),
+                ceilings.mma_tflops("e4m3" if fmt.quantized else "bf16"),
+            )
+
         rows = []
         if fmt.quantized:
             data, x_scale = quantize_rows(x, fmt, input_scale, k_major=call.blocks)

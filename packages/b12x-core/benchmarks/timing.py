@@ -52,23 +52,6 @@ def median_us(calls: Sequence[Call], *, span_ms: float = 2.0, replays: int = 7) 
     return statistics.median(times) * 1e3
 
 
-def host_us(call: Call, count: int = 2000) -> float:
-    """Microseconds of host time of one call outside graphs: median over `count` calls."""
-    import time
-
-    for _ in range(20):
-        call()
-    torch.cuda.synchronize()
-    times = []
-    for index in range(count):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-        if index % 64 == 63:  # the queue of launches must not fill, or the host waits for the GPU
-            torch.cuda.synchronize()
-    return statistics.median(times) * 1e6
-
-
 def relative_error(y: torch.Tensor, truth: torch.Tensor) -> float:
     """||y - truth|| / ||truth||; infinite if anything is NaN."""
     error = ((y.double() - truth.double()).norm() / truth.double().norm()).item()
