@@ -2,8 +2,9 @@
 
 An op has an implementation for CPU tensors, which is the reference, and one for CUDA tensors, which runs the kernel
 that serves the call or raises `UnsupportedError` with the sentence of `b12x_core.capabilities`. With
-`B12X_REFERENCE=1` CUDA tensors run the reference too. `torch.library.Library` is used rather than the
-`torch.library.custom_op` decorator because its calls cost the host a third.
+`B12X_REFERENCE=1` CUDA tensors run the reference too; linear layers look at it when their weights are prepared.
+`torch.library.Library` is used rather than the `torch.library.custom_op` decorator because its calls cost the host a
+third.
 """
 
 from __future__ import annotations

@@ -11,14 +11,19 @@ import torch
 from b12x_core import runtime
 from b12x_core.counters import record
 from b12x_core.formats import FP8_BLOCK, SCHEMES, Scheme
-from b12x_core.ops._quantize_kernel import ROW_BYTES, Quantization, aligned, quantization, quantize_specs
+from b12x_core.ops._quantize_kernel import (
+    DTYPE_NAMES,
+    ROW_BYTES,
+    Quantization,
+    aligned,
+    quantization,
+    quantize_specs,
+)
 from b12x_core.ops._scratch import Piece, Pieces, take
 from b12x_core.planning.kernel import KernelSpec
 from b12x_core.planning.linear_plan import LinearPlan, LinearProblem, plan_linear
 from b12x_core.runtime.devices import facts
 from b12x_core.runtime.loader import Launch
-
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +51,11 @@ class Call:
 
 def problem(scheme: Scheme, x_dtype: torch.dtype, out_dtype: torch.dtype, m: int, n: int, k: int) -> LinearProblem:
     """The problem that `planning` is asked about."""
-    name = _NAMES[x_dtype]
+    name = DTYPE_NAMES[x_dtype]
     return LinearProblem(
         weight="e4m3" if scheme.weight.quantized else name,
         activation="e4m3" if scheme.activation.quantized else name,
-        out=_NAMES[out_dtype],
+        out=DTYPE_NAMES[out_dtype],
         scales="block" if by_blocks(scheme) else "end",
         m=m,
         n=n,

@@ -22,7 +22,8 @@ ROW_BYTES = 16
 COLUMNS = 4
 """Rows of scales by blocks of K are padded to a multiple of this many tokens, which makes 16 bytes."""
 
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+"""Dtypes as planning names them."""
 
 
 def _plan(
@@ -31,7 +32,7 @@ def _plan(
     layout = "k-major" if k_major else "row"
     return plan_quantize(
         fmt.name,
-        _NAMES[dtype],
+        DTYPE_NAMES[dtype],
         m,
         k,
         multiprocessors,
