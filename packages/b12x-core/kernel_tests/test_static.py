@@ -6,11 +6,8 @@ import json
 from pathlib import Path
 
 from b12x_core.planning.kernel import KernelSpec
-from b12x_core.planning.linear import LinearConfig
+from b12x_core.planning.linear import SHARED_MEMORY, LinearConfig
 from conftest import SETS, Kernels, table
-
-SHARED_MEMORY = 101_376
-"""Most shared memory of a block on SM120, bytes (CUDA C++ Programming Guide, compute capability 12.0)."""
 
 MATRIX = {
     ("sm_120a", "bf16"): "HMMA.16816.F32.BF16",

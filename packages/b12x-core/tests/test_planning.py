@@ -9,7 +9,7 @@ from b12x_core.ops._scratch import COUNTERS
 from b12x_core.planning import inventory
 from b12x_core.planning.kernel import KernelSpec
 from b12x_core.planning.linear import TILE_ROWS
-from b12x_core.planning.linear_plan import LinearProblem, plan_linear
+from b12x_core.planning.linear_plan import LinearProblem, checked_kernels, plan_linear
 from b12x_core.planning.models import MODELS, MULTIPROCESSORS, TENSOR_PARALLEL, TOKENS, linear_shapes
 
 TOKENS_AND_BETWEEN = sorted({*TOKENS, *(m + 1 for m in TOKENS), 5, 24, 48, 100, 200, 300, 777, 3000})
@@ -31,6 +31,29 @@ def test_every_problem_has_a_plan(weight: str, activation: str, scales: str, mul
         token_tiles = -(-m // config.tokens)
         assert (plan.ctas * token_tiles if config.loop == "stream" else plan.ctas) <= COUNTERS
         assert plan.workspace >= 0
+
+
+@pytest.mark.parametrize(
+    ("m", "scales", "expected"), [(1, "end", 264), (16, "end", 264), (8, "block", 264), (16, "block", 132)]
+)
+def test_blocks_fill_multiprocessors_behind_a_kernel_that_quantizes(m: int, scales: str, expected: int) -> None:
+    problem = LinearProblem("e4m3", "e4m3", "bf16", scales, m, 5120, 17408)
+    assert plan_linear(problem, 132, 233_472).ctas == expected  # H200
+    assert plan_linear(problem, 188, 102_400).ctas == 188  # RTX PRO 6000
+    assert plan_linear(problem, 132, 233_472).workspace == 2 * expected * 64 * (8 if m <= 8 else 16)
+    unquantized = LinearProblem("bf16", "bf16", "bf16", "end", m, 5120, 17408)
+    assert plan_linear(unquantized, 132, 233_472).ctas == 132
+
+
+@pytest.mark.parametrize("m", [8, 100])
+def test_kernels_that_the_race_checker_can_follow_are_kernels_of_their_own(m: int) -> None:
+    problem = LinearProblem("bf16", "bf16", "bf16", "end", m, 160, 2560)
+    usual = plan_linear(problem, 188)
+    with checked_kernels():
+        checked = plan_linear(problem, 188)
+    assert checked.config.name == f"{usual.config.name}-checked"
+    assert plan_linear(problem, 188) == usual
+    assert checked.ctas == usual.ctas
 
 
 def test_names_are_unique() -> None:

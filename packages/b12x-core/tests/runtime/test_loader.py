@@ -180,11 +180,12 @@ def test_facts_of_a_device(monkeypatch: pytest.MonkeyPatch, capability: tuple[in
         minor=capability[1],
         multi_processor_count=48,
         shared_memory_per_block_optin=101376,
+        shared_memory_per_multiprocessor=102400,
     )
     monkeypatch.setattr(devices, "_facts", {})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert runtime.facts("cuda:1") == DeviceFacts(arch, 48, 101376)
+    assert runtime.facts("cuda:1") == DeviceFacts(arch, 48, 101376, 102400)
     assert capabilities.tier_of("cuda:1")[0] is not None
 
 

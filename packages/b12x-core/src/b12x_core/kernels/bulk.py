@@ -26,7 +26,7 @@ def bulk_copy(destination, source, size, barrier, policy=None):
     """
     hint, argument = (".L2::cache_hint", ", {$r4}") if policy is not None else ("", "")
     cute.arch.inline_ptx(
-        f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint} "
+        f"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes{hint} "
         "[{$r0}], [{$r1}], {$r2}, [{$r3}]" + argument + ";",
         read_only_args=[destination, source, size, barrier] + ([policy] if policy is not None else []),
     )
@@ -71,14 +71,23 @@ def load_matrices(address, offset=0):
     )
 
 
+def arrive(barrier, chosen):
+    """Lanes whose `chosen` is not 0 arrive at a barrier in shared memory."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; @p mbarrier.arrive.shared::cta.b64 _, [{$r0}]; }",
+        read_only_args=[barrier, chosen],
+    )
+
+
 def arrive_after(barrier, lane, guard, values):
-    """Lane 0 arrives at a barrier once `values` are there.
+    """Lanes that are number 0 arrive at a barrier once `values` are there.
 
     The compiler may move an arrival, which it does not know to release shared memory, before instructions that wait for
     loads from there. The values make it depend on those loads.
 
     Args:
         barrier: mbarrier in shared memory.
+        lane: Int32.
         guard: 0, in a way that the compiler cannot know.
         values: Float32 that depend on all that was loaded.
     """

@@ -22,11 +22,10 @@ from b12x_core.kernels import bulk, mma
 from b12x_core.kernels.split_k import SplitK
 from b12x_core.kernels.stream_copy import PIECE_TILES, TILE_BYTES, X_ROW, StreamRing
 from b12x_core.kernels.stream_work import divided, segment_of, share_of, sharers_of
-from b12x_core.planning.linear import ELEMENT_BYTES, TILE_ROWS, LinearConfig
+from b12x_core.planning.linear import ELEMENT_BYTES, SHARED_MEMORY, TILE_ROWS, LinearConfig
 
 _TYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32, "e4m3": Uint8}
 _BARRIER, _JOIN_BARRIER = 1, 2  # of the warps that multiply; of those among them that write
-_SHARED_MEMORY = 101376  # bytes of it that a block may have, on any target
 
 
 class StreamLinear:
@@ -62,7 +61,7 @@ class StreamLinear:
             raise ValueError(f"{c.name}: the warps do not divide the tile evenly")
         if self.block_scales and (c.weight != "e4m3" or 128 % c.rows):
             raise ValueError(f"{c.name}: block scales go with 8-bit weights and tiles of at most 128 rows")
-        if self.shared_memory > _SHARED_MEMORY:
+        if self.shared_memory > SHARED_MEMORY:
             raise ValueError(f"{c.name}: {self.shared_memory} bytes of shared memory")
 
     @cute.kernel
@@ -106,7 +105,7 @@ class StreamLinear:
         if thread == 0:
             for s in cutlass.range_constexpr(c.stages):
                 cute.arch.mbarrier_init(full + s, 1)
-                cute.arch.mbarrier_init(empty + s, self.warps)
+                cute.arch.mbarrier_init(empty + s, self.warps * (32 if c.checked else 1))
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
@@ -186,6 +185,7 @@ class StreamLinear:
         # a result of every row group and of every token group depends on all loads of a stage
         loaded = [i * self.token_groups for i in range(self.row_groups)] + list(range(1, self.token_groups))
         guard = col_stride >> 1
+        arriving = Int32(0) if c.checked else lane
 
         stage, phase = Int32(0), Int32(0)
         index = Int32(0)
@@ -220,7 +220,7 @@ class StreamLinear:
                             factor,
                         )
                 cute.arch.sync_warp()
-                bulk.arrive_after(empty.toint() + stage * 8, lane, guard, [acc[4 * i] for i in loaded])
+                bulk.arrive_after(empty.toint() + stage * 8, arriving, guard, [acc[4 * i] for i in loaded])
                 at = at + ring.pieces
                 stage = stage + 1
                 if stage == c.stages:

@@ -23,29 +23,10 @@ from b12x_core.kernels import bulk, mma, tile_work
 from b12x_core.kernels.epilogue import OUT_TYPES, Epilogue
 from b12x_core.kernels.partial_sums import PartialSums
 from b12x_core.kernels.scales import BLOCK, BlockScales, zeros
-from b12x_core.planning.linear import ELEMENT_BYTES, K_TILE_BYTES, TILE_ROWS, LinearConfig
+from b12x_core.planning.linear import ELEMENT_BYTES, K_TILE_BYTES, SHARED_MEMORY, TILE_ROWS, LinearConfig
 
 _X_TYPES = {"bf16": BFloat16, "fp16": Float16, "e4m3": Uint8}
 _TILE_BYTES = TILE_ROWS * K_TILE_BYTES
-
-SHARED_BYTES = 101376
-"""Shared memory that a block can have on every target."""
-
-
-def _bulk_copy(destination, source, size, barrier):
-    """Copy `size` contiguous bytes from global to shared memory; the barrier counts them."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[destination, source, size, barrier],
-    )
-
-
-def _arrive(barrier, chosen):
-    """Arrive at a barrier in shared memory, where `chosen` is not 0."""
-    cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; @p mbarrier.arrive.shared::cta.b64 _, [{$r0}]; }",
-        read_only_args=[barrier, chosen],
-    )
 
 
 class TiledLinear:
@@ -84,8 +65,8 @@ class TiledLinear:
         self.scales = BlockScales(self.row_groups, self.token_groups, self.token_scaled)
         self.sums = PartialSums(self.row_groups * self.token_groups, self.warps, barrier_id=1)
         self.epilogue = Epilogue(c.out, self.row_groups, self.token_groups)
-        if self.shared_bytes > SHARED_BYTES:
-            raise ValueError(f"{c.name}: {self.shared_bytes} bytes of shared memory, more than {SHARED_BYTES}")
+        if self.shared_bytes > SHARED_MEMORY:
+            raise ValueError(f"{c.name}: {self.shared_bytes} bytes of shared memory, more than {SHARED_MEMORY}")
         if self.row_bytes not in (64, 128):
             raise ValueError(f"{c.name}: a stage has {self.row_bytes} bytes of each token, not 64 or 128")
         if (
@@ -132,7 +113,7 @@ class TiledLinear:
         if thread == 0:
             for s in cutlass.range_constexpr(c.stages):
                 cute.arch.mbarrier_init(full + s, 1)
-                cute.arch.mbarrier_init(empty + s, self.warps)
+                cute.arch.mbarrier_init(empty + s, self.warps * (32 if c.checked else 1))
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
@@ -210,7 +191,7 @@ class TiledLinear:
         """Start the copy of the token scales of a stage."""
         c = self.config
         at = Int64((k * self.stage_k) // BLOCK) * Int64(x_scale.stride[0]) + Int64(token_tile * c.tokens)
-        _bulk_copy(
+        bulk.bulk_copy(
             x_scales.toint() + stage * (c.tokens * 4),
             x_scale.iterator.toint() + at * 4,
             self.scale_bytes(x_scale, token_tile),
@@ -248,13 +229,13 @@ class TiledLinear:
         """
         count = self.config.k_tiles
         if cutlass.const_expr(count == 1):
-            _bulk_copy(at, source, Int32(_TILE_BYTES), barrier)
+            bulk.bulk_copy(at, source, Int32(_TILE_BYTES), barrier)
         elif left >= count:
-            _bulk_copy(at, source, Int32(_TILE_BYTES * count), barrier)
+            bulk.bulk_copy(at, source, Int32(_TILE_BYTES * count), barrier)
         else:
             for i in cutlass.range_constexpr(count):
                 tile = cutlass.min(Int32(i), left - 1)
-                _bulk_copy(at + i * _TILE_BYTES, source + Int64(tile) * _TILE_BYTES, Int32(_TILE_BYTES), barrier)
+                bulk.bulk_copy(at + i * _TILE_BYTES, source + Int64(tile) * _TILE_BYTES, Int32(_TILE_BYTES), barrier)
 
     @cute.jit
     def load_weight(self, a, group, w_at, step):
@@ -339,7 +320,7 @@ class TiledLinear:
         x_at = ring.toint() + self.w_bytes + token_row * self.row_bytes + chunk * 16
         empty_at = empty.toint()
         elected = Int32(0)
-        if lane == 0:
+        if lane == 0 or c.checked:
             elected = Int32(1)
 
         acc = cute.make_rmem_tensor((self.row_groups * self.token_groups * 4,), Float32)
@@ -378,7 +359,7 @@ class TiledLinear:
                 # earlier; all that read that stage were waited for by instructions of the last iteration. Loads in turn
                 # are not moved ahead of an arrival, so it stands behind those of this stage.
                 cute.arch.sync_warp()
-                _arrive(used, leaving)
+                bulk.arrive(used, leaving)
                 ahead = offset  # behind the last stage this one is loaded again, and nobody uses it
                 if i + 1 < count:
                     cute.arch.mbarrier_wait(full + after, after_phase)
@@ -389,7 +370,7 @@ class TiledLinear:
                 used, leaving = empty_at + stage * 8, elected
                 stage, phase, offset = after, after_phase, after_offset
             cute.arch.sync_warp()
-            _arrive(used, leaving)
+            bulk.arrive(used, leaving)
 
             complete = Boolean(True)
             if count < share.stages:

@@ -119,7 +119,10 @@ def call_for(
         FrozenError: a kernel is not there, and compiling is not allowed now.
     """
     form = SCHEMES[scheme]
-    plan = plan_linear(problem(form, x_dtype, out_dtype, m, n, k), facts(device).multiprocessors)
+    gpu = facts(device)
+    plan = plan_linear(
+        problem(form, x_dtype, out_dtype, m, n, k), gpu.multiprocessors, gpu.multiprocessor_shared_memory
+    )
     pieces = [Piece((max(plan.workspace, 1),), torch.float32)]
     quantize = None
     if form.activation.quantized:

@@ -13,6 +13,12 @@ TILE_ROWS = 64
 K_TILE_BYTES = 64
 """Bytes of K, of a weight of 8 or 16 bits, in a packed tile."""
 
+SHARED_MEMORY = 101_376
+"""Bytes of shared memory that a block may have on every target.
+
+It is what compute capability 12.0 allows (CUDA C++ Programming Guide).
+"""
+
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1}
 """Bytes of an element that a matrix instruction or the pipeline handles."""
 
@@ -32,6 +38,8 @@ class LinearConfig:
         k_tiles: packed tiles along K in a stage of the pipeline.
         stages: stages of the pipeline.
         warps_n, warps_t, warps_k: consumer warps along rows, tokens and K of a tile.
+        checked: whether every lane of a warp says that it has read a stage, instead of one for all 32. It changes no
+            result and costs time: the race checker of compute-sanitizer believes a lane for itself only.
     """
 
     loop: str
@@ -46,6 +54,7 @@ class LinearConfig:
     warps_n: int
     warps_t: int
     warps_k: int
+    checked: bool = False
 
     @property
     def name(self) -> str:
@@ -54,6 +63,7 @@ class LinearConfig:
         return (
             f"{self.loop}-{pair}-{self.out}-{self.scales}-{self.rows}x{self.tokens}"
             f"-k{self.k_tiles}s{self.stages}-w{self.warps_n}{self.warps_t}{self.warps_k}"
+            f"{'-checked' if self.checked else ''}"
         )
 
     @property

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from b12x_core.planning.linear import ELEMENT_BYTES, LinearConfig
+from b12x_core.planning.linear import ELEMENT_BYTES, SHARED_MEMORY, LinearConfig
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,55 @@ SMALL_WEIGHT = 20 << 20
 """Bytes of a weight that is read so fast that dividing tiles among blocks costs more than unequal loads."""
 
 
-def plan_linear(problem: LinearProblem, multiprocessors: int) -> LinearPlan:
-    """The kernel and the grid for a problem, M and N at least 1, on a GPU of so many multiprocessors."""
+_checked = False
+
+
+@contextlib.contextmanager
+def checked_kernels() -> Iterator[None]:
+    """Within this context plans have kernels that the race checker can follow (`LinearConfig.checked`)."""
+    global _checked
+    before, _checked = _checked, True
+    try:
+        yield
+    finally:
+        _checked = before
+
+
+def plan_linear(
+    problem: LinearProblem, multiprocessors: int, multiprocessor_shared_memory: int = SHARED_MEMORY + 1024
+) -> LinearPlan:
+    """The kernel and the grid for a problem, M and N at least 1, on a GPU of so many multiprocessors.
+
+    The kernel does not depend on the GPU but for small weights; `multiprocessor_shared_memory` is as in `DeviceFacts`.
+    """
     if problem.m <= STREAM_TOKENS:
         config, ctas = _stream(problem, multiprocessors)
+        if ctas == multiprocessors and _crowded(config):
+            ctas *= max(1, multiprocessor_shared_memory // (SHARED_MEMORY + 1024))
     else:
         config = _tiled(problem, multiprocessors)
         ctas = multiprocessors * (2 if _ring_bytes(config) <= HALF_OF_SHARED_MEMORY else 1)
+    if _checked:
+        config = dataclasses.replace(config, checked=True)
     # A block has parts of two shared tiles at most: the end of one, the beginning of another.
     return LinearPlan(config, ctas, 2 * ctas * config.rows * config.tokens)
 
 
-def _config(problem: LinearProblem, loop: str, *sizes: int) -> LinearConfig:
-    return LinearConfig(loop, problem.weight, problem.activation, problem.out, problem.scales, *sizes)
+def _config(
+    problem: LinearProblem,
+    loop: str,
+    rows: int,
+    tokens: int,
+    k_tiles: int,
+    stages: int,
+    warps_n: int,
+    warps_t: int,
+    warps_k: int,
+) -> LinearConfig:
+    p = problem
+    return LinearConfig(
+        loop, p.weight, p.activation, p.out, p.scales, rows, tokens, k_tiles, stages, warps_n, warps_t, warps_k
+    )
 
 
 def _stream(problem: LinearProblem, multiprocessors: int) -> tuple[LinearConfig, int]:
@@ -78,6 +117,17 @@ def _stream(problem: LinearProblem, multiprocessors: int) -> tuple[LinearConfig,
         sizes = {8: (64, 4, 5, 4, 2), 16: (64, 4, 4, 4, 2), 32: (64, 4, 3, 4, 2)}[tokens]
     rows, k_tiles, stages, warps_n, warps_k = sizes
     return _config(problem, "stream", rows, tokens, k_tiles, stages, warps_n, 1, warps_k), multiprocessors
+
+
+def _crowded(config: LinearConfig) -> bool:
+    """Whether blocks should fill every multiprocessor, where one could hold several.
+
+    A kernel that quantizes runs in front. Where it holds a multiprocessor's last registers while blocks of this kernel
+    arrive early, another one would get two of them and be the last to finish: 65 us instead of 42 were seen on an H200.
+    Some kernels multiply so long that twice as many blocks, with smaller shares, cost more than that.
+    """
+    quantized = config.activation == config.weight == "e4m3"
+    return quantized and config.tokens <= (8 if config.scales == "block" else 16)
 
 
 HALF_OF_SHARED_MEMORY = 49152

@@ -23,11 +23,14 @@ class DeviceFacts:
         arch: the architecture that kernels for it are compiled for, "sm_120a".
         multiprocessors: how many it has.
         shared_memory: most shared memory of a block, bytes.
+        multiprocessor_shared_memory: what the blocks on a multiprocessor share, bytes, 1024 of it a block for the
+            system.
     """
 
     arch: str
     multiprocessors: int
     shared_memory: int
+    multiprocessor_shared_memory: int = 102_400
 
 
 _facts: dict[int, DeviceFacts] = {}
@@ -64,7 +67,10 @@ def facts(device: torch.device | str | int | None = None) -> DeviceFacts:
                 f"kernels exist for {served} (B12X_REFERENCE=1 runs plain torch on any device)"
             )
         known = _facts[index] = DeviceFacts(
-            ARCHITECTURES[capability], properties.multi_processor_count, properties.shared_memory_per_block_optin
+            ARCHITECTURES[capability],
+            properties.multi_processor_count,
+            properties.shared_memory_per_block_optin,
+            properties.shared_memory_per_multiprocessor,
         )
     return known
 

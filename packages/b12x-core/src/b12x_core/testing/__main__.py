@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -14,12 +15,11 @@ from pathlib import Path
 import torch
 
 from b12x_core import runtime
+from b12x_core.planning.linear import SHARED_MEMORY
+from b12x_core.planning.linear_plan import checked_kernels
 from b12x_core.runtime.devices import ARCHITECTURES, DeviceFacts, fake
 from b12x_core.testing import launching, linear, quantize
 from b12x_core.testing.cases import Case
-
-SHARED_MEMORY = 101_376
-"""Of a block on SM120, bytes."""
 
 GROUPS = {"linear": linear.cases, "quantize": quantize.cases, "launching": launching.cases}
 
@@ -95,12 +95,22 @@ def main() -> int:
         choices=sorted(set(ARCHITECTURES.values())),
         help="run nothing: compile what the tests need on a GPU of this architecture; needs no GPU",
     )
+    parser.add_argument(
+        "--checked",
+        action="store_true",
+        help="test the linear kernels in the form that compute-sanitizer --tool racecheck can follow",
+    )
     parser.add_argument("--multiprocessors", type=int, default=132, help="of that GPU")
     options = parser.parse_args()
     unknown = set(options.groups) - set(GROUPS)
     if unknown:
         parser.error(f"no group {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
-    groups = options.groups or list(GROUPS)
+    with checked_kernels() if options.checked else contextlib.nullcontext():
+        return execute(options, options.groups or list(GROUPS))
+
+
+def execute(options: argparse.Namespace, groups: list[str]) -> int:
+    """What the options say; returns the exit code."""
     if options.prebuild:
         prebuild(groups, options.only, options.prebuild, options.multiprocessors)
         return 0
