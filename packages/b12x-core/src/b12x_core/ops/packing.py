@@ -17,19 +17,31 @@ import torch
 
 from b12x_core.planning.linear import K_TILE_BYTES, TILE_ROWS
 
-_GROUPS, _STEPS = TILE_ROWS // 16, K_TILE_BYTES // 32
+GROUPS, STEPS = TILE_ROWS // 16, K_TILE_BYTES // 32
+"""Groups of 16 rows of a tile, and steps of 32 bytes of K."""
+
+ORDERS = {
+    "plain": (torch.int32, (STEPS, 2, 4), (0, 4, 1, 5, 3, 7, 6, 2)),  # K: step, word, t
+    "widened": (torch.int16, (STEPS, 2, 2, 4), (0, 4, 1, 5, 3, 8, 6, 2, 7)),  # K: step, word, part of the word, t
+    "runs": (torch.int32, (STEPS, 4, 2), (0, 4, 1, 5, 3, 6, 7, 2)),  # K: step, t, word
+}
+"""How bytes of K become fragments: what stays together, the dimensions of K in a tile, and the permutation.
+
+It makes (R, C, group, step, g, t, word, half, ...) of (R, group, half, g, C, *K).
+"""
 
 
-def _fragments(padded: torch.Tensor, widened: bool) -> torch.Tensor:
-    """A view of (64 R, 64 C) bytes in the order of tiles: (R, C, group, step, g, t, word, half, units of a word)."""
-    unit = torch.int16 if widened else torch.int32  # what stays together in a word
-    rows = padded.view(unit).unflatten(0, (-1, _GROUPS, 2, 8))
-    k: torch.Tensor
-    if widened:
-        k = rows.unflatten(-1, (-1, _STEPS, 2, 2, 4))  # K: tile, step, word, part of the word, t
-        return k.permute(0, 4, 1, 5, 3, 8, 6, 2, 7)
-    k = rows.unflatten(-1, (-1, _STEPS, 2, 4))  # K: tile, step, word, t
-    return k.permute(0, 4, 1, 5, 3, 7, 6, 2).unsqueeze(-1)
+def fragments(padded: torch.Tensor, order: str) -> torch.Tensor:
+    """A view of bytes (64 R, 64 C) in the order of tiles."""
+    unit, k, permutation = ORDERS[order]
+    view: torch.Tensor = padded.view(unit).unflatten(0, (-1, GROUPS, 2, 8)).unflatten(-1, (-1, *k))
+    return view.permute(permutation)
+
+
+def pad_to_tiles(stored: torch.Tensor) -> torch.Tensor:
+    """Bytes (N, B), padded with zeros to whole tiles."""
+    padding = (0, -stored.shape[1] % K_TILE_BYTES, 0, -stored.shape[0] % TILE_ROWS)
+    return torch.nn.functional.pad(stored, padding) if any(padding) else stored
 
 
 def pack_weight(weight: torch.Tensor, *, widened: bool = False) -> torch.Tensor:
@@ -42,12 +54,8 @@ def pack_weight(weight: torch.Tensor, *, widened: bool = False) -> torch.Tensor:
     Returns:
         (ceil(N / 64), ceil(K * bytes / 64), 4096) uint8, a new tensor.
     """
-    stored = weight.contiguous().view(torch.uint8)
-    n, width = stored.shape
-    padding = (0, -width % K_TILE_BYTES, 0, -n % TILE_ROWS)
-    if any(padding):
-        stored = torch.nn.functional.pad(stored, padding)
-    tiles = _fragments(stored, widened)
+    padded = pad_to_tiles(weight.contiguous().view(torch.uint8))
+    tiles = fragments(padded, "widened" if widened else "plain")
     packed = torch.empty(tiles.shape, dtype=tiles.dtype, device=tiles.device)
     packed.copy_(tiles)
     return packed.view(*tiles.shape[:2], -1).view(torch.uint8)
@@ -57,6 +65,6 @@ def unpack_weight(packed: torch.Tensor, n: int, k: int, dtype: torch.dtype, *, w
     """The (n, k) weight of `dtype` that `pack_weight` laid out."""
     rows, columns, _ = packed.shape
     plain = torch.empty((rows * TILE_ROWS, columns * K_TILE_BYTES), dtype=torch.uint8, device=packed.device)
-    tiles = _fragments(plain, widened)
+    tiles = fragments(plain, "widened" if widened else "plain")
     tiles.copy_(packed.view(tiles.dtype).view(tiles.shape))
     return plain.view(dtype)[:n, :k]

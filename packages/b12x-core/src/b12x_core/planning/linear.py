@@ -11,13 +11,19 @@ TILE_ROWS = 64
 """Weight rows of a packed tile."""
 
 K_TILE_BYTES = 64
-"""Bytes of K, of a weight of 8 or 16 bits, in a packed tile."""
+"""Bytes of K in a packed tile, scales aside."""
 
 SHARED_MEMORY = 101_376
 """Bytes of shared memory that a block may have on every target.
 
 It is what compute capability 12.0 allows (CUDA C++ Programming Guide).
 """
+
+WEIGHT_BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "e2m1": 4}
+"""Bits of an element as it is stored."""
+
+SCALE_BLOCK = {"nv16": 16, "mx32": 32}
+"""Elements of K that share a scale which lies in the packed tile, one byte for each row."""
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1}
 """Bytes of an element that a matrix instruction or the pipeline handles."""
@@ -29,10 +35,12 @@ class LinearConfig:
 
     Attributes:
         loop: "stream" (few tokens: the weight is streamed, K is split over the grid) or "tiled".
-        weight: "bf16", "fp16" or "e4m3".
-        activation: "bf16", "fp16" or "e4m3"; unlike `weight` only for 16-bit activations beside an e4m3 weight.
+        weight: "bf16", "fp16", "e4m3" or "e2m1".
+        activation: what the loop reads: "bf16", "fp16", "e4m3" or "e2m1"; 16 bits beside a weight of fewer bits mean
+            that the weight is decoded to them.
         out: "bf16", "fp16" or "fp32".
-        scales: "end", applied to the finished sum, or "block", one for each 128 of K besides.
+        scales: "end", applied to the finished sum; besides, "block", fp32 for each 128 rows and 128 of K, "nv16", e4m3
+            for each row and 16 of K, or "mx32", e8m0 for each row and 32 of K.
         rows: weight rows of a tile, a multiple of `TILE_ROWS`, or 16 or 32.
         tokens: tokens of a tile, a multiple of 8.
         k_tiles: packed tiles along K in a stage of the pipeline.
@@ -69,4 +77,10 @@ class LinearConfig:
     @property
     def k_tile(self) -> int:
         """Elements of K in a packed tile."""
-        return K_TILE_BYTES // ELEMENT_BYTES[self.weight]
+        return 8 * K_TILE_BYTES // WEIGHT_BITS[self.weight]
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a packed tile, its scales included."""
+        block = SCALE_BLOCK.get(self.scales)
+        return TILE_ROWS * (K_TILE_BYTES + (self.k_tile // block if block else 0))
