@@ -24,11 +24,13 @@ from b12x_core import (
     quantize,
     write_kv_cache,
 )
+from b12x_core.ops._library import eager
 from b12x_core.ops.linear import in_tiles
 from conftest import activation_dtype, make_linear, supports_linear_on_tiles
 from test_attention import Batch
 from test_moe import make_experts, routing
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 OPS = torch.ops.b12x_core
 
@@ -168,3 +170,16 @@ def test_meta_tensors_have_the_shapes_of_real_ones() -> None:
         data, scale = OPS.quantize(torch.empty(3, 160, dtype=torch.bfloat16), "nvfp4", torch.ones(1))
     assert (data.shape, data.dtype) == ((3, 80), torch.uint8)
     assert (scale.shape, scale.dtype) == ((3, 10), torch.float8_e4m3fn)
+
+
+def test_an_op_is_called_through_the_dispatcher_where_anybody_looks_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2)
+    assert not eager(x)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert eager(x)
+    assert not eager(torch.nn.Parameter(x))
+    with FakeTensorMode():
+        assert not eager(x)
+    with monkeypatch.context() as context:
+        context.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert not eager(x)

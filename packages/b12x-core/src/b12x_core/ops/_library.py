@@ -21,6 +21,19 @@ NAMESPACE = "b12x_core"
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
+def eager(x: torch.Tensor) -> bool:
+    """Whether the kernel of an op may be called without the dispatcher, which takes the host 4 us: nobody looks on.
+
+    Compilers, modes and subclasses of tensors must see the op.
+    """
+    return (
+        type(x) is torch.Tensor
+        and x.is_cuda
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
 def register(
     schema: str,
     reference: Callable[..., Any],

@@ -12,7 +12,7 @@ from b12x_core.capabilities import REFERENCE_LINEAR, Support, supports_linear
 from b12x_core.errors import UnsupportedError
 from b12x_core.formats import FP8_BLOCK, FP8_ROW, SCHEMES, Scheme
 from b12x_core.ops import _checks, _weights
-from b12x_core.ops._library import register
+from b12x_core.ops._library import eager, register
 from b12x_core.ops._linear_kernel import linear_kernel, one
 from b12x_core.ops.packing import pack_weight, unpack_weight
 from b12x_core.planning.linear import TILE_ROWS
@@ -207,7 +207,8 @@ def linear(x: torch.Tensor, w: LinearWeights, *, out_dtype: torch.dtype | None =
     name = w.scheme.name
     y: torch.Tensor
     if w.affine is not None:
-        y = _tiles_op(x, w.weight, w.affine, w.scale, w.input_scale, name, w.n, out_dtype)
+        call = linear_kernel if eager(x) else _tiles_op
+        y = call(x, w.weight, w.affine, w.scale, w.input_scale, name, w.n, out_dtype)
     else:
         y = _op(x, w.weight, w.scale, w.global_scale, w.input_scale, w.bias, name, out_dtype)
     return y
