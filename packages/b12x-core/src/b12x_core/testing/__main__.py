@@ -21,7 +21,8 @@ from b12x_core.runtime.devices import ARCHITECTURES, DeviceFacts, fake
 from b12x_core.testing import launching, linear, quantize
 from b12x_core.testing.cases import Case
 
-GROUPS = {"linear": linear.cases, "quantize": quantize.cases, "launching": launching.cases}
+# first what measures host time, of a process that has done little yet
+GROUPS = {"launching": launching.cases, "linear": linear.cases, "quantize": quantize.cases}
 
 
 @dataclass
