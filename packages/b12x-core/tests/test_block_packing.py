@@ -205,3 +205,47 @@ def test_scales_that_are_zero_negative_or_no_numbers() -> None:
     scale[7, 1] = 255
     _, factor = pack_blocks(codes, scale, MXFP4, decoded=True)
     assert factor.isnan().nonzero().flatten().tolist() == [7]
+
+
+@pytest.mark.parametrize(("fmt", "decoded", "split_nibbles"), LAYOUTS)
+def test_a_scale_that_is_no_number_makes_its_row_so(fmt: Format, decoded: bool, split_nibbles: bool) -> None:
+    codes, scale = stored(fmt, 5, 96)
+    scale[1, 2] = 127 if fmt == NVFP4 else 255
+    packed, factor = pack_blocks(codes, scale, fmt, decoded=decoded, split_nibbles=split_nibbles)
+    assert factor.isnan().tolist() == [False, True, False, False, False]
+    _, again = unpack_blocks(packed, factor, 5, 96, fmt, decoded=decoded, split_nibbles=split_nibbles)
+    rest = torch.arange(5) != 1
+    assert torch.equal(again[rest], scale[rest])
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+def test_signs_of_scales_go_to_the_codes(decoded: bool) -> None:
+    """The block-scaled instruction knows no sign of a scale, and the decoder none either."""
+    codes, scale = stored(NVFP4, 2, 64)
+    scale[0] = torch.tensor([128 | 56, 0, 128, 1], dtype=torch.uint8)
+    packed, factor = pack_blocks(codes, scale, NVFP4, decoded=decoded)
+    again, scales = unpack_blocks(packed, factor, 2, 64, NVFP4, decoded=decoded)
+    before, after = (dequantize(c, NVFP4, s.view(torch.float8_e4m3fn)) for c, s in ((codes, scale), (again, scales)))
+    assert torch.equal(before, after)
+    assert not (scales & 128).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("largest", [30, 127, 254])
+def test_decoded_products_of_mxfp8_are_exact(largest: int, dtype: torch.dtype) -> None:
+    """Every finite code as its bits stand, beside scales 22 (fp16) or 126 (bf16) octaves below the largest."""
+    reach = 22 if dtype == torch.float16 else min(126, largest)
+    codes = torch.arange(256, dtype=torch.uint8).masked_fill_(torch.arange(256) % 128 == 127, 0)
+    codes = torch.stack([codes.roll(64 * i) for i in range(8)]).repeat_interleave(2, 0)
+    scale = torch.randint(largest - reach, largest + 1, (16, 8), dtype=torch.uint8)
+    scale[:, 2], scale[:, 5] = largest, largest - reach
+    _, factor = pack_blocks(codes, scale, MXFP8, decoded=True)
+    shift = 4 if dtype == torch.bfloat16 else 1
+    value = half_float(((codes.int() & 128) << 8) | ((codes.int() & 127) << 8 >> shift), dtype)
+    byte = 254 - largest + scale.int()
+    bits = byte << 7 if dtype == torch.bfloat16 else (byte - 224).clamp(min=0) << 10
+    product = value * half_float(bits, dtype).repeat_interleave(32, 1)
+    assert torch.equal(product, product.to(dtype).double())
+    power = 2.0 ** (scale.double() - 127).repeat_interleave(32, 1)
+    expected = codes.view(torch.float8_e4m3fn).double() * power
+    assert torch.equal(product * factor.double().view(-1, 1), expected)

@@ -106,14 +106,16 @@ def test_reload_of_other_shapes_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEMES if supports_linear_on_tiles(name)])
-@pytest.mark.parametrize(("n", "k"), [(72, 160), (130, 100)])
+@pytest.mark.parametrize(("n", "k"), [(72, 160), (130, 100), (65, 2880)])
 def test_weights_in_tiles_give_the_same_result(name: str, n: int, k: int) -> None:
     """The reference on the layout that kernels read: scales of rows, of blocks and biases are where they belong."""
     scheme = SCHEMES[name]
+    k -= k % max(scheme.weight.k_multiple, scheme.activation.k_multiple)
     x = torch.randn(5, k).to(activation_dtype(scheme))
     plain, _ = make_linear(scheme, n, k, x)
     tiles = in_tiles(plain)
-    assert tiles.weight.shape == (-(-n // 64), -(-k * plain.weight.itemsize // 64), 4096)
+    scales = 64 * scheme.weight.packed // scheme.weight.k_multiple if scheme.weight.k_multiple > 1 else 0  # of a row
+    assert tiles.weight.shape == (-(-n // 64), -(-plain.weight[0].nbytes // 64), 64 * (64 + scales))
     assert torch.equal(linear(x, tiles), linear(x, plain))
     assert linear(x[0], tiles).shape == (n,)
 

@@ -13,7 +13,8 @@ import torch
 
 from b12x_core import environment
 from b12x_core.activations import Activation
-from b12x_core.formats import BF16, FP8_BLOCK, FP8_ROW, FP8_TENSOR, FP16, SCHEMES, Scheme
+from b12x_core.formats import SCHEMES, Scheme
+from b12x_core.planning.linear_operands import operands
 
 
 class Tier(enum.Enum):
@@ -85,11 +86,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 _KV_SCHEMES = tuple(dtype_name(dtype) for dtype in KV_DTYPES)
 
 REFERENCE_LINEAR = "reference.linear"
-_LINEAR_WEIGHTS = (BF16, FP16, FP8_TENSOR, FP8_ROW, FP8_BLOCK)
-_LINEAR_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.weight in _LINEAR_WEIGHTS)
+_ARCHITECTURES = {Tier.NATIVE: "sm_120a", Tier.PORTABLE: "sm_90a"}
+"""What kernels of a tier are compiled for, as far as it matters to which of them serves a scheme."""
 
 KERNELS: tuple[Kernel, ...] = (
-    *(Kernel("linear", Op.LINEAR, tier, _LINEAR_SCHEMES) for tier in (Tier.NATIVE, Tier.PORTABLE)),
+    *(
+        Kernel(operands(scheme, arch).kernel, Op.LINEAR, tier, (name,))
+        for tier, arch in _ARCHITECTURES.items()
+        for name, scheme in SCHEMES.items()
+    ),
     Kernel(REFERENCE_LINEAR, Op.LINEAR, Tier.REFERENCE, tuple(SCHEMES)),
     Kernel("reference.fused_moe", Op.MOE, Tier.REFERENCE, tuple(SCHEMES)),
     Kernel("reference.paged_attention", Op.ATTENTION, Tier.REFERENCE, _KV_SCHEMES),

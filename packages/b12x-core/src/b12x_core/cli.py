@@ -153,12 +153,10 @@ def compile_kernels(
     if unknown:
         raise typer.BadParameter(f"--arch {', '.join(sorted(unknown))}: there are {', '.join(ARCHITECTURES.values())}")
     specs = [KernelSpec.from_json(text) for text in kernel or ()]
-    if every:
-        specs += everything()
-    if not specs:
+    if not specs and not every:
         raise typer.BadParameter("name kernels with --kernel, or give --all")
     for target in arch:
-        done = runtime.compile_all(specs, target, keep=keep)
+        done = runtime.compile_all(specs + (everything(target) if every else []), target, keep=keep)
         console.print(f"{target}: {len(done.compiled)} compiled, {len(done.present)} were there", highlight=False)
 
 

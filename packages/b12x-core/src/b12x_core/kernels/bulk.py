@@ -53,6 +53,31 @@ def load_shared(address, offset=0):
     )
 
 
+def load_shared_word(address, offset=0):
+    """4 bytes: Uint32."""
+    return cute.arch.inline_ptx(
+        f"ld.shared.b32 {{$w0}}, [{{$r0}}+{offset}];", write_only_types=[Uint32], read_only_args=[address]
+    )
+
+
+def load_shared_two_words(address, offset=0):
+    """8 bytes: 2 Uint32."""
+    return cute.arch.inline_ptx(
+        f"ld.shared.v2.b32 {{ {{$w0}}, {{$w1}} }}, [{{$r0}}+{offset}];",
+        write_only_types=[Uint32] * 2,
+        read_only_args=[address],
+    )
+
+
+def load_shared_half(address, offset=0):
+    """2 bytes, as Uint32."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 h; ld.shared.b16 h, [{$r0}+" + f"{offset}" + "]; cvt.u32.u16 {$w0}, h; }",
+        write_only_types=[Uint32],
+        read_only_args=[address],
+    )
+
+
 def load_shared_pair(address, offset=0):
     """8 bytes: 2 Float32."""
     return cute.arch.inline_ptx(

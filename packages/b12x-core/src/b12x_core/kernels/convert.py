@@ -231,6 +231,45 @@ def pack_e2m1(values):
     return (codes - Uint32(extra)) | (signs & Uint32(0x88888888))
 
 
+_ROUNDING = {
+    # e4m3: NaN stays; steps halve down to 2^-6
+    "e4m3": "min.NaN.f32 v, v, 0f43E00000; "
+    "max.f32 m, v, 0f3C800000; and.b32 m, m, 0x7F800000; mul.f32 m, m, 0f49C00000;",
+    # e2m1: NaN becomes 0; steps halve down to 1
+    "e2m1": "max.f32 v, v, 0f00000000; min.f32 v, v, 0f40C00000; "
+    "max.f32 m, v, 0f3F800000; and.b32 m, m, 0x7F800000; mul.f32 m, m, 0f4AC00000;",
+}
+
+
+def rounded(value, element: str):
+    """float32 -> the value of the code that `pack_e4m3` or `pack_e2m1` gives, as float32.
+
+    Values are multiples of a step that depends on the exponent; adding 1.5 2^23 steps rounds to one, ties to even.
+    """
+    return ptx(
+        f"{{ .reg .f32 v, m; abs.f32 v, {{$r0}}; {_ROUNDING[element]} "
+        "add.rn.f32 v, v, m; sub.rn.f32 v, v, m; copysign.f32 {$w0}, {$r0}, v; }",
+        value,
+    )
+
+
+def round_all(values, element: str, factor=None):
+    """Float32 in registers, each replaced by its `rounded`, times a factor if one is given: exact, or to nearest."""
+    for i in range(cute.size(values)):
+        value = rounded(values[i], element)
+        values[i] = value if factor is None else multiply(value, factor)
+
+
+def pack_bf16(values):
+    """Two float32 -> a word of two bf16, to nearest even."""
+    return ptx("cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", *values, result=Uint32)
+
+
+def e8m0_value(code):
+    """The code of an e8m0 that is not NaN -> float32."""
+    return from_bits(largest_of(code << Uint32(23), Uint32(0x00400000)))  # 2^-127 is subnormal
+
+
 @cute.jit
 def e8m0_code_up(value: Float32):
     """Code of the least power of two that is not smaller than a float32 that is not negative.

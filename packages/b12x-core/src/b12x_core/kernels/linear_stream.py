@@ -1,14 +1,14 @@
 """The linear kernel for few tokens: every multiprocessor streams an equal share of the weight.
 
-All of the weight is one line of pieces, 128 bytes of K of one tile of rows each, tile after tile, which is divided
-evenly among the blocks (`stream_work`). So blocks carry equal loads whatever the shape, and a tile of rows may be
-divided among a few neighbouring blocks, which join their sums through `split_k`. A block multiplies what it has of
-divided tiles first, so that joining them is over before its last whole tile is.
+All of the weight is one line of pieces, one or two packed tiles along K of one tile of rows each, tile after tile,
+which is divided evenly among the blocks (`stream_work`). So blocks carry equal loads whatever the shape, and a tile of
+rows may be divided among a few neighbouring blocks, which join their sums through `split_k`. A block multiplies what it
+has of divided tiles first, so that joining them is over before its last whole tile is.
 
 One warp copies (`stream_copy`). It fills the ring with weights before it waits for the kernel in front, so that they
-are on their way while that one ends. The other warps divide the rows of the tile and the pieces of a stage; warps of
-the same rows add up through shared memory when a tile ends, where the result also turns from rows by tokens to tokens
-by rows.
+are on their way while that one ends. The other warps divide the rows of the tile and the pieces of a stage, and
+multiply them as types and scales want it (`stream_product`). Warps of the same rows add up through shared memory when a
+tile ends, where the result also turns from rows by tokens to tokens by rows.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from b12x_core.kernels import bulk, mma
+from b12x_core.kernels import bulk
 from b12x_core.kernels.split_k import SplitK
-from b12x_core.kernels.stream_copy import PIECE_TILES, TILE_BYTES, X_ROW, StreamRing
+from b12x_core.kernels.stream_copy import X_ROW, StreamRing
+from b12x_core.kernels.stream_product import product_for
 from b12x_core.kernels.stream_work import divided, segment_of, share_of, sharers_of
-from b12x_core.planning.linear import ELEMENT_BYTES, SHARED_MEMORY, TILE_ROWS, LinearConfig
+from b12x_core.planning.linear import SHARED_MEMORY, TILE_ROWS, WEIGHT_BITS, LinearConfig
 
-_TYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32, "e4m3": Uint8}
+_TYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32, "e4m3": Uint8, "e2m1": Uint8}
 _BARRIER, _JOIN_BARRIER = 1, 2  # of the warps that multiply; of those among them that write
 
 
@@ -38,28 +39,26 @@ class StreamLinear:
         self.threads = 32 * self.warps
         self.row_groups = c.rows // 16 // c.warps_n  # of a warp
         self.token_groups = c.tokens // 8
-        self.widened = c.weight != c.activation
         self.block_scales = c.scales == "block"
         self.writers = min(self.threads, c.tokens * c.rows)  # threads that write the output
         self.elements = c.tokens * c.rows // self.writers  # of the output, that such a thread has
         self.split = SplitK(self.elements, self.writers, _JOIN_BARRIER)
         self.pitch = c.rows + 4  # of a token in the table of sums: conflict-free for fragments and for rows
-        self.instruction = mma.BY_ACTIVATION[c.activation]
-        self.decode = mma.DECODE.get((c.weight, c.activation))
-        self.shared_memory = self.ring.bytes + c.warps_k * c.tokens * self.pitch * 4 + 16 * c.stages + 16
+        self.product = product_for(c, self.ring)
+        self.tables = c.warps_k if c.tokens < 32 else 1  # of sums, each added to by some of the warps along K in turn
+        self.shared_memory = self.ring.bytes + self.tables * c.tokens * self.pitch * 4 + 16 * c.stages + 16
         if (
             (c.rows % TILE_ROWS and c.rows not in (16, 32))
             or c.rows % (16 * c.warps_n)
             or c.tokens % 8
-            or c.k_tiles % (PIECE_TILES * c.warps_k)
+            or c.k_tiles % (self.ring.piece_tiles * c.warps_k)
             or c.warps_t != 1
             or c.warps_k not in (1, 2, 4, 8)
             or self.writers % c.rows
             or (c.tokens * c.rows) % self.writers
-            or 32 % self.ring.pieces
         ):
             raise ValueError(f"{c.name}: the warps do not divide the tile evenly")
-        if self.block_scales and (c.weight != "e4m3" or 128 % c.rows):
+        if self.block_scales and (c.weight != "e4m3" or 128 % c.rows or 32 % self.ring.pieces):
             raise ValueError(f"{c.name}: block scales go with 8-bit weights and tiles of at most 128 rows")
         if self.shared_memory > SHARED_MEMORY:
             raise ValueError(f"{c.name}: {self.shared_memory} bytes of shared memory")
@@ -97,7 +96,7 @@ class StreamLinear:
         scale_ring = w_ring
         if cutlass.const_expr(ring.x_scales):
             scale_ring = memory.allocate(ring.scale_bytes * c.stages, 16)
-        sums = memory.allocate_array(Float32, c.warps_k * c.tokens * self.pitch, byte_alignment=16)
+        sums = memory.allocate_array(Float32, self.tables * c.tokens * self.pitch, byte_alignment=16)
         full = memory.allocate_array(Int64, c.stages, byte_alignment=8)
         empty = memory.allocate_array(Int64, c.stages, byte_alignment=8)
         flags = memory.allocate_array(Int32, 2, byte_alignment=8)
@@ -150,17 +149,7 @@ class StreamLinear:
         warp_n = warp % c.warps_n
         warp_k = warp // c.warps_n
         group = warp_n * self.row_groups
-        w_at = (
-            w_ring.toint()
-            + (group // 4) * (c.k_tiles * TILE_BYTES)
-            + (group % 4) * 1024
-            + warp_k * (PIECE_TILES * ring.tile_bytes)
-            + lane * 16
-        )
-        # ldmatrix: lanes 8 i to 8 i + 7 give the i-th 16 bytes of tokens 0 to 7
-        token = lane % 8
-        x_at = x_ring.toint() + warp_k * (ring.x_rows * c.tokens * X_ROW) + token * X_ROW + (((lane // 8) ^ token) * 16)
-        x_scale_at = scale_ring.toint() + warp_k * (c.tokens * 4) + (lane % 4) * 8
+        first_at = self.product.addresses(w_ring, x_ring, scale_ring, group, warp_k, lane)
         row = thread % c.rows
         first_token = thread // c.rows
         writes = warp < self.writers // 32
@@ -205,20 +194,20 @@ class StreamLinear:
                         if at + 32 + lane < segment:
                             later = w_scale[(tile * c.rows + group * 16) // 128, piece + at + 32 + lane]
                 cute.arch.mbarrier_wait(full + stage, phase)
+                w_at, s_at, x_at, x_scale_at = first_at
+                at_stage = (
+                    w_at + stage * ring.w_bytes,
+                    s_at + stage * ring.w_bytes,
+                    x_at + stage * ring.x_bytes,
+                    x_scale_at + stage * ring.scale_bytes,
+                )
                 for p in cutlass.range_constexpr(ring.pieces // c.warps_k):
                     mine = p * c.warps_k + warp_k
                     if at + mine < segment:
                         factor = Float32(1)
                         if cutlass.const_expr(self.block_scales):
                             factor = cute.arch.shuffle_sync(scales, at % 32 + mine)
-                        self.multiply(
-                            acc,
-                            w_at + stage * ring.w_bytes,
-                            x_at + stage * ring.x_bytes,
-                            x_scale_at + stage * ring.scale_bytes,
-                            p * c.warps_k,
-                            factor,
-                        )
+                        self.product.multiply(acc, at_stage, p * c.warps_k, factor)
                 cute.arch.sync_warp()
                 bulk.arrive_after(empty.toint() + stage * 8, arriving, guard, [acc[4 * i] for i in loaded])
                 at = at + ring.pieces
@@ -285,80 +274,30 @@ class StreamLinear:
                 self.write(values, columns, scale, bias, out, m, n, n_row, token_tile, first_token)
             tile, owner, parts = tail, tail_owner, tail_parts
 
-    @cute.jit
-    def multiply(self, acc, w_at, x_at, x_scale_at, piece, factor):
-        """Add a piece to `acc`: 128 bytes of K of the warp's rows; `piece` is a constant."""
-        c = self.config
-        part = acc
-        if cutlass.const_expr(self.block_scales):
-            part = cute.make_rmem_tensor((self.row_groups * self.token_groups * 4,), Float32)
-            part.fill(0.0)
-        x_tile = self.ring.x_rows * 64  # bytes of a token, in a packed tile
-        # a packed tile has two steps of 32 bytes; 64 bytes of a token serve two instructions
-        weights = [
-            [
-                [
-                    bulk.load_shared(
-                        w_at,
-                        (piece * PIECE_TILES + tile) * self.ring.tile_bytes
-                        + (i // 4) * (c.k_tiles * TILE_BYTES)
-                        + (i % 4) * 1024
-                        + step * 512,
-                    )
-                    for i in range(self.row_groups)
-                ]
-                for step in range(2)
-            ]
-            for tile in range(PIECE_TILES)
-        ]
-        for tile in cutlass.range_constexpr(PIECE_TILES):
-            for half in cutlass.range_constexpr(x_tile // 64):
-                at = tile * x_tile + half * 64  # in the token's bytes of the piece
-                address = x_at ^ (at % X_ROW)
-                offset = (piece * self.ring.x_rows + at // X_ROW) * (c.tokens * X_ROW)
-                for j in cutlass.range_constexpr(self.token_groups):
-                    b = bulk.load_matrices(address, offset + j * (8 * X_ROW))
-                    for q in cutlass.range_constexpr(2):
-                        for i in cutlass.range_constexpr(self.row_groups):
-                            if cutlass.const_expr(self.widened):
-                                words = weights[tile][half][i]
-                                top, bottom = self.decode(words[2 * q]), self.decode(words[2 * q + 1])
-                                a = [top[0], bottom[0], top[1], bottom[1]]
-                            else:
-                                a = weights[tile][q][i]
-                            to = (i * self.token_groups + j) * 4
-                            result = self.instruction(a, b[2 * q : 2 * q + 2], [part[to + r] for r in range(4)])
-                            for r in cutlass.range_constexpr(4):
-                                part[to + r] = result[r]
-        if cutlass.const_expr(self.block_scales):
-            for j in cutlass.range_constexpr(self.token_groups):
-                pair = (factor, factor)
-                if cutlass.const_expr(self.ring.x_scales):
-                    pair = bulk.load_shared_pair(x_scale_at, piece * (c.tokens * 4) + j * 32)
-                    pair = (pair[0] * factor, pair[1] * factor)
-                for i in cutlass.range_constexpr(self.row_groups):
-                    to = (i * self.token_groups + j) * 4
-                    for r in cutlass.range_constexpr(4):
-                        acc[to + r] = acc[to + r] + part[to + r] * pair[r % 2]
-
     def table(self, sums):
-        """The sums of warps in shared memory: (warp along K, token, row)."""
+        """The sums of warps in shared memory: (table, token, row)."""
         c = self.config
         return cute.make_tensor(
-            sums, cute.make_layout((c.warps_k, c.tokens, c.rows), stride=(c.tokens * self.pitch, self.pitch, 1))
+            sums, cute.make_layout((self.tables, c.tokens, c.rows), stride=(c.tokens * self.pitch, self.pitch, 1))
         )
 
     @cute.jit
     def exchange(self, acc, sums, warp_n, warp_k, lane):
         """Put the sums of all warps into shared memory."""
         table = self.table(sums)
-        cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=self.threads)  # the last tile's have been read
-        for i in cutlass.range_constexpr(self.row_groups):
-            for j in cutlass.range_constexpr(self.token_groups):
-                for r in cutlass.range_constexpr(4):
-                    token = j * 8 + (lane % 4) * 2 + r % 2
-                    row = (warp_n * self.row_groups + i) * 16 + lane // 4 + (r // 2) * 8
-                    table[warp_k, token, row] = acc[(i * self.token_groups + j) * 4 + r]
+        for turn in cutlass.range_constexpr(self.config.warps_k // self.tables):
+            # the last tile's have been read, or those of the turn before are there
+            cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=self.threads)
+            if warp_k // self.tables == turn:
+                for i in cutlass.range_constexpr(self.row_groups):
+                    for j in cutlass.range_constexpr(self.token_groups):
+                        for r in cutlass.range_constexpr(4):
+                            token = j * 8 + (lane % 4) * 2 + r % 2
+                            row = (warp_n * self.row_groups + i) * 16 + lane // 4 + (r // 2) * 8
+                            total = acc[(i * self.token_groups + j) * 4 + r]
+                            if cutlass.const_expr(turn > 0):
+                                total = total + table[warp_k % self.tables, token, row]
+                            table[warp_k % self.tables, token, row] = total
         cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=self.threads)
 
     @cute.jit
@@ -368,7 +307,7 @@ class StreamLinear:
         for e in cutlass.range_constexpr(self.elements):
             token = first_token + e * (self.writers // self.config.rows)
             total = table[0, token, row]
-            for k in cutlass.range_constexpr(1, self.config.warps_k):
+            for k in cutlass.range_constexpr(1, self.tables):
                 total = total + table[k, token, row]
             values[e] = total
 
@@ -394,21 +333,23 @@ class StreamLinear:
         """Divide the work and start `ctas` blocks for every tile of tokens.
 
         Args:
-            x: (M, K), row stride a multiple of 16 bytes; e4m3 as Uint8.
-            w: (ceil(N / 64), packed tiles along K, 4096) Uint8.
+            x: (M, K), row stride a multiple of 16 bytes; e4m3 as Uint8, e2m1 as Uint8 (M, K / 2).
+            w: (ceil(N / 64), packed tiles along K, `tile_bytes`) Uint8.
             affine: fp32 (2, padded N), scale and bias of every row.
             col_scale: fp32, of token i at i * `col_stride`, which is 0 or 1.
             out: (M, N).
             workspace: fp32, 2 * `ctas` * ceil(M / tokens) * rows * tokens numbers, whatever they are.
             counters: Int32, `ctas` * ceil(M / tokens) zeros, which they are again afterwards.
             w_scale: fp32 (ceil(N / 128), ceil(K / 128)).
-            x_scale: fp32 (ceil(K / 128), at least M), row stride a multiple of 16 bytes.
+            x_scale: fp32 (ceil(K / 128), at least M), row stride a multiple of 16 bytes; or, for an instruction
+                that takes scales, Uint8 (packed tiles along K, M rounded up to 8, scales of a token in a packed tile).
         """
         c = self.config
-        width = ELEMENT_BYTES[c.activation]
+        bits = WEIGHT_BITS[c.activation]
+        width = max(bits // 8, 1)  # bytes of an element of the tensor
         x_bytes = cute.make_tensor(
             cute.recast_ptr(x.iterator, dtype=Uint8),
-            cute.make_layout((m, k * width), stride=(cute.assume(Int64(x.stride[0]) * width, divby=16), 1)),
+            cute.make_layout((m, (k * bits + 7) // 8), stride=(cute.assume(Int64(x.stride[0]) * width, divby=16), 1)),
         )
         layout = cute.make_composed_layout(
             cute.make_swizzle(3, 4, 3), 0, cute.make_layout((c.tokens, X_ROW), stride=(X_ROW, 1))
@@ -416,7 +357,7 @@ class StreamLinear:
         copy_x, x_map = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(), x_bytes, layout, (c.tokens, X_ROW)
         )
-        per_tile = (Int32(w.shape[1]) + PIECE_TILES - 1) // PIECE_TILES
+        per_tile = (Int32(w.shape[1]) + self.ring.piece_tiles - 1) // self.ring.piece_tiles
         total = (n + c.rows - 1) // c.rows * per_tile
         base = total // ctas
         self.kernel(
@@ -475,6 +416,29 @@ class StreamLinear:
             x, w, affine, col_scale, out, workspace, counters, w_scale, affine, m, n, k, col_stride, ctas, stream
         )
 
+    @cute.jit
+    def launch_x_scale(
+        self,
+        x: cute.Tensor,
+        w: cute.Tensor,
+        affine: cute.Tensor,
+        col_scale: cute.Tensor,
+        out: cute.Tensor,
+        workspace: cute.Tensor,
+        counters: cute.Tensor,
+        x_scale: cute.Tensor,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        col_stride: Int32,
+        ctas: Int32,
+        stream,
+    ):
+        """`launch` where the weight has its scales of blocks in its packed tiles, and tokens have some."""
+        self.launch(
+            x, w, affine, col_scale, out, workspace, counters, affine, x_scale, m, n, k, col_stride, ctas, stream
+        )
+
 
 def compile(config: LinearConfig, options: str = ""):
     """Compile for the target of CUTE_DSL_ARCH; `options` go to `cute.compile` besides its own."""
@@ -484,8 +448,8 @@ def compile(config: LinearConfig, options: str = ""):
     )
     vector = lambda kind: make_fake_tensor(kind, (size(),), (1,), assumed_align=4)  # noqa: E731
     tensors = [
-        matrix(_TYPES[config.activation], 16 // ELEMENT_BYTES[config.activation], assumed_align=16),
-        make_fake_tensor(Uint8, (size(), size(), TILE_BYTES), (wide(), TILE_BYTES, 1), assumed_align=16),
+        matrix(_TYPES[config.activation], min(128 // WEIGHT_BITS[config.activation], 16), assumed_align=16),
+        make_fake_tensor(Uint8, (size(), size(), config.tile_bytes), (wide(), config.tile_bytes, 1), assumed_align=16),
         matrix(Float32),
         vector(Float32),
         matrix(_TYPES[config.out]),
@@ -497,7 +461,12 @@ def compile(config: LinearConfig, options: str = ""):
     if kernel.block_scales:
         tensors.append(matrix(Float32))
         entry = kernel.launch_w_scale
-    if kernel.ring.x_scales:
+    if kernel.ring.native:
+        unit = kernel.ring.scale_unit
+        scales = make_fake_tensor(Uint8, (size(), size(), unit), (wide(divisibility=16), unit, 1), assumed_align=16)
+        tensors.append(scales)
+        entry = kernel.launch_x_scale
+    elif kernel.ring.x_scales:
         tensors.append(matrix(Float32, 4, assumed_align=16))
         entry = kernel.launch
     return cute.compile(

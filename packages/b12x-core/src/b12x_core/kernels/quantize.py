@@ -21,23 +21,33 @@ from b12x_core.kernels.convert import (
     e4m3_value,
     e8m0_code_up,
     e8m0_inverse,
+    e8m0_value,
     from_bits,
     largest_of,
     multiply,
+    round_all,
 )
 from b12x_core.planning.quantize import PARTIALS, QuantizeConfig
 
 
-def store_scale(scale, row, block, code, layout: str):
-    """The scale of a block of a row, where the layout has it."""
-    if layout == "k-major":
-        scale[block, row] = code
-    else:
-        scale[row, block] = code
+@cute.jit
+def _store_scale(scale: cute.Tensor, row: Int32, column: Int32, k: Int32, code, config: cutlass.Constexpr):
+    """The scale of the block of a row that begins at `column`, where the layout has it; 0 beyond K, if it has that."""
+    code = code.to(scale.element_type)
+    if cutlass.const_expr(config.tile_k):
+        if column >= k:
+            code = Uint8(0)
+        if column < scale.shape[0] * config.tile_k:
+            scale[column // config.tile_k, row, column % config.tile_k // config.block] = code
+    elif column < k:
+        if cutlass.const_expr(config.layout == "k-major"):
+            scale[column // config.block, row] = code
+        else:
+            scale[row, column // config.block] = code
 
 
 @cute.kernel
-def _blocks_kernel(x: cute.Tensor, q: cute.Tensor, scale: cute.Tensor, given, config: cutlass.Constexpr):
+def _blocks_kernel(x: cute.Tensor, q: cute.Tensor, scale, given, config: cutlass.Constexpr):
     cute.arch.griddepcontrol_launch_dependents()
     tid, _, _ = cute.arch.thread_idx()
     cta_row, cta_k, _ = cute.arch.block_idx()
@@ -56,19 +66,24 @@ def _blocks_kernel(x: cute.Tensor, q: cute.Tensor, scale: cute.Tensor, given, co
         wide = vectors.values(words, config.x)
         step = divide_by_constant(from_bits(amax), config.largest)
         code = step
+        factor = step
         if cutlass.const_expr(config.format in ("mxfp8", "mxfp4")):
             code = e8m0_code_up(step)
+            factor = e8m0_value(code)
             inverse = e8m0_inverse(code)
             for i in cutlass.range_constexpr(config.width):
                 wide[i] = multiply(wide[i], inverse)  # exact unless the quotient is subnormal, and rounded alike then
         else:
             if cutlass.const_expr(config.format == "nvfp4"):
                 code = e4m3_code(divide_or_zero(step, given[0]))
-                step = multiply(e4m3_value(code), given[0])
+                factor = e4m3_value(code)
+                step = multiply(factor, given[0])
             divide_all(wide, divisor(step, amax, config.x))
-        if (column % config.block == 0) & (column < k):
-            store_scale(scale, row, column // config.block, code.to(scale.element_type), config.layout)
-        vectors.store(q, row, column, wide, k - column, config.element, config.aligned)
+        if cutlass.const_expr(config.layout == "values"):
+            round_all(wide, config.element, factor)
+        elif column % config.block == 0:
+            _store_scale(scale, row, column, k, code, config)
+        vectors.store(q, row, column, wide, k - column, config.stored, config.aligned)
 
 
 @cute.kernel
@@ -108,12 +123,14 @@ def _tensor_kernel(
             ahead = i * config.threads * config.width
             wide = vectors.values(words[None, i], config.x)
             divide_all(wide, by)
-            vectors.store(q, row, column + ahead, wide, k - column - ahead, config.element, config.aligned)
+            if cutlass.const_expr(config.layout == "values"):
+                round_all(wide, config.element)
+            vectors.store(q, row, column + ahead, wide, k - column - ahead, config.stored, config.aligned)
 
 
-def _grid(x, q, config: QuantizeConfig):
+def _grid(x, q, config: QuantizeConfig, scale=None):
     """Rows first: only that dimension of a grid may exceed 65535."""
-    elements = q.shape[1] * (2 if config.element == "e2m1" else 1)
+    elements = scale.shape[0] * config.tile_k if config.tile_k else q.shape[1] * (2 if config.stored == "e2m1" else 1)
     return (cute.ceil_div(x.shape[0], config.rows), cute.ceil_div(elements, config.chunk), 1)
 
 
@@ -123,27 +140,47 @@ def _vector(dtype, align=4):
 
 def _compile_blocks(config: QuantizeConfig, options: str):
     block = (config.threads * config.rows, 1, 1)
-    dtype = Float32 if config.format == "fp8-group" else Uint8
+    values = config.layout == "values"
+    tile = config.tile_k // config.block
+    shape = (cute.sym_int(), cute.sym_int64(), tile) if tile else (cute.sym_int(), cute.sym_int64())
+    arguments = {
+        "x": vectors.fake_activation(config.x, config.aligned),
+        "q": vectors.fake_codes(config.stored),
+        "scale": make_fake_compact_tensor(
+            Float32 if config.format == "fp8-group" else Uint8, shape, stride_order=tuple(reversed(range(len(shape))))
+        ),
+        "given": _vector(Float32),
+    }
+
+    def start(x, q, scale, given, stream):
+        _blocks_kernel(x, q, scale, given, config).launch(
+            grid=_grid(x, q, config, scale), block=block, stream=stream, use_pdl=True
+        )
 
     @cute.jit
     def launch(x: cute.Tensor, q: cute.Tensor, scale: cute.Tensor, stream):
-        _blocks_kernel(x, q, scale, None, config).launch(
-            grid=_grid(x, q, config), block=block, stream=stream, use_pdl=True
-        )
+        start(x, q, scale, None, stream)
 
     @cute.jit
     def launch_given(x: cute.Tensor, q: cute.Tensor, scale: cute.Tensor, given: cute.Tensor, stream):
-        _blocks_kernel(x, q, scale, given, config).launch(
-            grid=_grid(x, q, config), block=block, stream=stream, use_pdl=True
-        )
+        start(x, q, scale, given, stream)
 
-    scale = make_fake_compact_tensor(dtype, (cute.sym_int(), cute.sym_int64()), stride_order=(1, 0))
-    arguments = [vectors.fake_activation(config.x, config.aligned), vectors.fake_codes(), scale]
-    if config.format == "nvfp4":
-        return cute.compile(
-            launch_given, *arguments, _vector(Float32), make_fake_stream(use_tvm_ffi_env_stream=True), options=options
-        )
-    return cute.compile(launch, *arguments, make_fake_stream(use_tvm_ffi_env_stream=True), options=options)
+    @cute.jit
+    def launch_values(x: cute.Tensor, q: cute.Tensor, stream):
+        start(x, q, None, None, stream)
+
+    @cute.jit
+    def launch_values_given(x: cute.Tensor, q: cute.Tensor, given: cute.Tensor, stream):
+        start(x, q, None, given, stream)
+
+    chosen = {
+        (False, False): launch,
+        (False, True): launch_given,
+        (True, False): launch_values,
+        (True, True): launch_values_given,
+    }[values, config.format == "nvfp4"]
+    passed = [arguments[name] for name in config.arguments]
+    return cute.compile(chosen, *passed, make_fake_stream(use_tvm_ffi_env_stream=True), options=options)
 
 
 def _compile_tensor(config: QuantizeConfig, options: str):
@@ -161,7 +198,7 @@ def _compile_tensor(config: QuantizeConfig, options: str):
             grid=_grid(x, q, config), block=block, stream=stream, use_pdl=True
         )
 
-    arguments = [vectors.fake_activation(config.x, config.aligned), vectors.fake_codes(), _vector(Float32)]
+    arguments = [vectors.fake_activation(config.x, config.aligned), vectors.fake_codes(config.stored), _vector(Float32)]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     if config.step == "tensor-amax":
         return cute.compile(launch_amax, *arguments, _vector(Float32), Int32(1), stream, options=options)

@@ -7,15 +7,20 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from b12x_core.kernels import vectors
-from b12x_core.kernels.convert import divide_all, divide_by_constant, divisor, from_bits, largest_of
+from b12x_core.kernels.convert import divide_all, divide_by_constant, divisor, from_bits, largest_of, round_all
 from b12x_core.planning.quantize import QuantizeConfig
 
 
 @cute.jit
-def _load_chunk(words: cute.Tensor, row_address: Int64, column: Int32, k: Int32, config: cutlass.Constexpr):
-    """The vectors of a thread in the chunk where `column` lies, and their largest magnitude."""
+def _load_chunk(
+    words: cute.Tensor, row_address: Int64, column: Int32, k: Int32, config: cutlass.Constexpr, first: Int32 = 0
+):
+    """The vectors of a thread in the chunk where `column` lies, from the `first` on and then those before it."""
     for i in cutlass.range_constexpr(config.vectors):
-        start = column + i * config.threads * config.width
+        start = column + (first + i) * config.threads * config.width
+        if cutlass.const_expr(config.parts > 1):
+            if first + i >= config.vectors:
+                start = start - config.chunk
         source = row_address + Int64(start) * vectors.BYTES[config.x]
         vectors.load(words[None, i], source, k - start, config.x, config.aligned)
 
@@ -48,18 +53,20 @@ def _store_chunk(
     by: cutlass.Constexpr,
     config: cutlass.Constexpr,
 ):
-    for i in cutlass.range_constexpr(config.vectors):
+    for i in cutlass.range_constexpr(config.vectors // config.parts):
         start = column + i * config.threads * config.width
         wide = vectors.values(words[None, i], config.x)
         divide_all(wide, by)
-        vectors.store(q, row, start, wide, k - start, config.element, config.aligned)
+        if cutlass.const_expr(config.layout == "values"):
+            round_all(wide, config.element)
+        vectors.store(q, row, start, wide, k - start, config.stored, config.aligned)
 
 
 @cute.kernel
 def _row_kernel(x: cute.Tensor, q: cute.Tensor, scale: cute.Tensor, config: cutlass.Constexpr):
     cute.arch.griddepcontrol_launch_dependents()
     tid, _, _ = cute.arch.thread_idx()
-    row, _, _ = cute.arch.block_idx()
+    row, part, _ = cute.arch.block_idx()
     column = tid * config.width
     k = x.shape[1]
     words = vectors.register_words(config.x, config.width, config.vectors)
@@ -68,7 +75,11 @@ def _row_kernel(x: cute.Tensor, q: cute.Tensor, scale: cute.Tensor, config: cutl
     amax = Uint32(0)
     chunks = cute.ceil_div(q.shape[1], config.chunk)
     if cutlass.const_expr(config.resident):
-        _load_chunk(words, address, column, k, config)
+        first = Int32(0)
+        if cutlass.const_expr(config.parts > 1):  # what this CTA quantizes comes first, so that it stays in registers
+            first = part * (config.vectors // config.parts)
+        _load_chunk(words, address, column, k, config, first)
+        column = column + first * config.threads * config.width
         amax = vectors.magnitude_of_all(words, config.x)
     else:
         for i in cutlass.range(chunks, unroll=1):
@@ -77,7 +88,7 @@ def _row_kernel(x: cute.Tensor, q: cute.Tensor, scale: cute.Tensor, config: cutl
     amax = _largest_of_cta(amax, config)
     step = divide_by_constant(from_bits(amax), config.largest)
     by = divisor(step, amax, config.x)
-    if tid == 0:
+    if (tid == 0) & (part == 0):
         scale[row] = step
     if cutlass.const_expr(config.resident):
         _store_chunk(words, q, row, column, k, by, config)
@@ -122,7 +133,9 @@ def compile(config: QuantizeConfig, options: str):
 
     @cute.jit
     def launch_row(x: cute.Tensor, q: cute.Tensor, scale: cute.Tensor, stream):
-        _row_kernel(x, q, scale, config).launch(grid=(x.shape[0], 1, 1), block=block, stream=stream, use_pdl=True)
+        _row_kernel(x, q, scale, config).launch(
+            grid=(x.shape[0], config.parts, 1), block=block, stream=stream, use_pdl=True
+        )
 
     @cute.jit
     def launch_amax(x: cute.Tensor, partial: cute.Tensor, ctas: Int32, stream):
@@ -133,4 +146,4 @@ def compile(config: QuantizeConfig, options: str):
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     if config.step == "amax":
         return cute.compile(launch_amax, x, numbers, Int32(1), stream, options=options)
-    return cute.compile(launch_row, x, vectors.fake_codes(), numbers, stream, options=options)
+    return cute.compile(launch_row, x, vectors.fake_codes(config.stored), numbers, stream, options=options)

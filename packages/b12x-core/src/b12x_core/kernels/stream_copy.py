@@ -1,7 +1,7 @@
 """The stages of `linear_stream` and the warp that fills them.
 
-A stage has some pieces of a tile: 128 bytes of K of its weight rows, as they are packed, and the same K of the tokens,
-swizzled for `ldmatrix`; with scales of blocks for both operands, the scales of the tokens besides.
+A stage has some pieces of a tile: one or two packed tiles of its weight rows, as they are stored, and the same K of the
+tokens, swizzled for `ldmatrix`; with scales of blocks for both operands, the scales of the tokens besides.
 """
 
 from __future__ import annotations
@@ -12,16 +12,10 @@ from cutlass.cute.nvgpu import cpasync
 
 from b12x_core.kernels import bulk
 from b12x_core.kernels.stream_work import segment_of
-from b12x_core.planning.linear import K_TILE_BYTES, TILE_ROWS, LinearConfig
-
-PIECE_TILES = 2
-"""Packed tiles along K of a piece: 128 of K for 8-bit weights, as block scales have it."""
+from b12x_core.planning.linear import K_TILE_BYTES, SCALE_BLOCK, TILE_ROWS, WEIGHT_BITS, LinearConfig
 
 X_ROW = 128
 """Bytes of a token in a row of shared memory: the width of the swizzle."""
-
-TILE_BYTES = TILE_ROWS * K_TILE_BYTES
-"""Bytes of a packed tile."""
 
 _L2_AHEAD = 49152  # bytes of weights a block asks into L2 beyond those in the ring, while it waits
 
@@ -30,24 +24,37 @@ class StreamRing:
     """The ring of one configuration.
 
     Attributes:
+        piece_tiles: packed tiles along K of a piece. A token has 128 bytes of such a piece or more, and fp32 scales of
+            blocks are those of a piece.
         pieces: pieces of a stage.
         x_rows: rows of `X_ROW` bytes that a token has in a piece.
-        tile_bytes: bytes of a packed tile, or of the part of it that a tile of fewer rows uses.
+        code_bytes, tile_bytes: of a packed tile, without and with its scales; or of the part that a tile of fewer rows
+            uses.
         w_bytes, x_bytes, scale_bytes: of a stage: weights, tokens, scales of tokens.
+        native: whether the matrix instruction takes scales of blocks, which are then bytes.
         x_scales: whether there are scales of tokens.
+        scale_rows: rows of these of a piece.
+        scale_unit: bytes that a token has in such a row.
         bytes: shared memory, without barriers.
     """
 
     def __init__(self, config: LinearConfig):
         self.config = c = config
-        widened = c.weight != c.activation
-        self.pieces = c.k_tiles // PIECE_TILES
-        self.x_rows = 2 if widened else 1
-        self.tile_bytes = min(c.rows, TILE_ROWS) * K_TILE_BYTES
-        self.w_bytes = c.rows * K_TILE_BYTES * c.k_tiles
+        x_tile = c.k_tile * WEIGHT_BITS[c.activation] // 8  # bytes of a token, beside a packed tile
+        self.piece_tiles = 1 if c.scales in SCALE_BLOCK and x_tile >= X_ROW else 2
+        self.pieces = c.k_tiles // self.piece_tiles
+        self.x_rows = self.piece_tiles * x_tile // X_ROW
+        self.part = min(c.rows, TILE_ROWS)
+        self.code_bytes = self.part * K_TILE_BYTES
+        self.tile_bytes = c.tile_bytes * self.part // TILE_ROWS
+        self.w_bytes = c.rows // self.part * self.tile_bytes * c.k_tiles
         self.x_bytes = self.pieces * self.x_rows * c.tokens * X_ROW
-        self.x_scales = c.scales == "block" and not widened
-        self.scale_bytes = self.pieces * c.tokens * 4 if self.x_scales else 0
+        block = SCALE_BLOCK.get(c.scales)
+        self.native = block is not None and WEIGHT_BITS[c.activation] < 16
+        self.x_scales = self.native or (c.scales == "block" and c.weight == c.activation)
+        self.scale_rows = self.piece_tiles if self.native else 1
+        self.scale_unit = c.k_tile // block if self.native and block else 4
+        self.scale_bytes = self.pieces * self.scale_rows * c.tokens * self.scale_unit if self.x_scales else 0
         self.bytes = c.stages * (self.w_bytes + self.x_bytes + self.scale_bytes)
 
     @cute.jit
@@ -81,8 +88,13 @@ class StreamRing:
                 if left == 0:
                     index = index + 1
                     tile, piece, left = segment_of(index, share, per_tile)
-        if index < segments:
-            self.prefetch(w, tile, piece, cutlass.min(left, _L2_AHEAD // (c.rows * 128)), lane)
+        ahead = Int32(_L2_AHEAD // (self.w_bytes // self.pieces))
+        next_index, next_tile, next_piece, next_size = index, tile, piece, left
+        while next_index < segments and ahead > 0:
+            self.prefetch(w, next_tile, next_piece, cutlass.min(next_size, ahead), lane)
+            ahead = ahead - next_size
+            next_index = next_index + 1
+            next_tile, next_piece, next_size = segment_of(next_index, share, per_tile)
         cute.arch.griddepcontrol_wait()
         x_index = Int32(0)
         _, x_piece, x_left = segment_of(x_index, share, per_tile)
@@ -120,11 +132,11 @@ class StreamRing:
         c = self.config
         size = count * (self.x_rows * c.tokens * X_ROW)
         if cutlass.const_expr(self.x_scales):
-            size = size + count * self.present_scale_bytes(x_scale, token_tile)
+            size = size + count * (self.scale_rows * self.present_scale_bytes(x_scale, token_tile))
         row_tiles = Int32(1)
         if cutlass.const_expr(c.rows > TILE_ROWS):
             row_tiles = cutlass.min(Int32(w.shape[0]) - tile * (c.rows // TILE_ROWS), c.rows // TILE_ROWS)
-        size = size + row_tiles * (count * (PIECE_TILES * self.tile_bytes))
+        size = size + row_tiles * (count * (self.piece_tiles * self.tile_bytes))
         if lane == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, size)
         cute.arch.sync_warp()
@@ -140,32 +152,46 @@ class StreamRing:
         k_tiles = Int32(w.shape[1])
         barrier = full.toint() + stage * 8
         at = w_ring.toint() + stage * self.w_bytes
-        first = piece * PIECE_TILES
+        first = piece * self.piece_tiles
         if cutlass.const_expr(c.rows < TILE_ROWS):
-            if lane < count * PIECE_TILES:
+            if lane < count * self.piece_tiles:
                 k_tile = cutlass.min(first + lane, k_tiles - 1)
-                source = self.part_address(w, tile, k_tile)
-                bulk.bulk_copy(at + lane * self.tile_bytes, source, Int32(self.tile_bytes), barrier, policy)
+                at = at + lane * self.tile_bytes
+                codes, scales = self.part_addresses(w, tile, k_tile)
+                bulk.bulk_copy(at, codes, Int32(self.code_bytes), barrier, policy)
+                if cutlass.const_expr(self.tile_bytes > self.code_bytes):
+                    size = Int32(self.tile_bytes - self.code_bytes)
+                    bulk.bulk_copy(at + self.code_bytes, scales, size, barrier, policy)
         else:
-            present = cutlass.min(count * PIECE_TILES, k_tiles - first)
+            present = cutlass.min(count * self.piece_tiles, k_tiles - first)
             group = tile * (c.rows // TILE_ROWS) + lane
             if lane < c.rows // TILE_ROWS and group < Int32(w.shape[0]):
-                at = at + lane * (c.k_tiles * TILE_BYTES)
-                source = w.iterator.toint() + (Int64(group) * Int64(k_tiles) + Int64(first)) * TILE_BYTES
-                bulk.bulk_copy(at, source, present * TILE_BYTES, barrier, policy)
-                if present < count * PIECE_TILES:
-                    last = present * TILE_BYTES
-                    bulk.bulk_copy(at + last, source + Int64(last - TILE_BYTES), Int32(TILE_BYTES), barrier, policy)
+                at = at + lane * (c.k_tiles * self.tile_bytes)
+                source = self.tile_address(w, group, first)
+                bulk.bulk_copy(at, source, present * self.tile_bytes, barrier, policy)
+                if cutlass.const_expr(self.piece_tiles > 1):
+                    if present < count * self.piece_tiles:
+                        last = present * self.tile_bytes
+                        size = Int32(self.tile_bytes)
+                        bulk.bulk_copy(at + last, source + Int64(last - self.tile_bytes), size, barrier, policy)
 
     @cute.jit
-    def part_address(self, w, tile, k_tile):
-        """Where a tile of fewer rows than a packed tile has its part of that."""
+    def tile_address(self, w, row_tile, k_tile):
+        """Where a packed tile is."""
+        return w.iterator.toint() + (Int64(row_tile) * Int64(w.shape[1]) + Int64(k_tile)) * Int64(
+            self.config.tile_bytes
+        )
+
+    @cute.jit
+    def part_addresses(self, w, tile, k_tile):
+        """Where a tile of fewer rows than a packed tile has its part of that: of the codes, of the scales."""
         parts = TILE_ROWS // self.config.rows
-        group = tile // parts
+        row_tile = tile // parts
+        part = tile - row_tile * parts
+        whole = self.tile_address(w, row_tile, k_tile)
         return (
-            w.iterator.toint()
-            + (Int64(group) * Int64(w.shape[1]) + Int64(k_tile)) * TILE_BYTES
-            + Int64((tile - group * parts) * self.tile_bytes)
+            whole + Int64(part * self.code_bytes),
+            whole + Int64(parts * self.code_bytes + part * (self.tile_bytes - self.code_bytes)),
         )
 
     @cute.jit
@@ -174,22 +200,24 @@ class StreamRing:
         c = self.config
         k_tiles = Int32(w.shape[1])
         policy = bulk.keep_policy()
-        first = piece * PIECE_TILES
-        last = cutlass.min(first + count * PIECE_TILES, k_tiles)
+        first = piece * self.piece_tiles
+        last = cutlass.min(first + count * self.piece_tiles, k_tiles)
         if cutlass.const_expr(c.rows < TILE_ROWS):
             for k_tile in cutlass.range(first + lane, last, 32, unroll=1):
-                bulk.prefetch_l2(self.part_address(w, tile, k_tile), Int32(self.tile_bytes), policy)
+                codes, scales = self.part_addresses(w, tile, k_tile)
+                bulk.prefetch_l2(codes, Int32(self.code_bytes), policy)
+                if cutlass.const_expr(self.tile_bytes > self.code_bytes):
+                    bulk.prefetch_l2(scales, Int32(self.tile_bytes - self.code_bytes), policy)
         else:
             group = tile * (c.rows // TILE_ROWS) + lane
             if lane < c.rows // TILE_ROWS and group < Int32(w.shape[0]):
-                source = w.iterator.toint() + (Int64(group) * Int64(k_tiles) + Int64(first)) * TILE_BYTES
-                bulk.prefetch_l2(source, (last - first) * TILE_BYTES, policy)
+                bulk.prefetch_l2(self.tile_address(w, group, first), (last - first) * self.tile_bytes, policy)
 
     @cute.jit
     def present_scale_bytes(self, x_scale, token_tile):
-        """Bytes of scales of this tile's tokens that exist, for one block of K."""
+        """Bytes of scales of this tile's tokens that exist, in one row of them."""
         c = self.config
-        return cutlass.min(Int32(x_scale.shape[1]) - token_tile * c.tokens, c.tokens) * 4
+        return cutlass.min(Int32(x_scale.shape[1]) - token_tile * c.tokens, c.tokens) * self.scale_unit
 
     @cute.jit
     def copy_tokens(self, copy_x, to, source, x_scale, x_scale_ring, full, stage, piece, count, token_tile, lane):
@@ -205,11 +233,16 @@ class StreamRing:
                         tma_bar_ptr=full + stage,
                     )
                 if cutlass.const_expr(self.x_scales):
-                    if lane == 0:
+                    # where the last piece lacks a packed tile, it is as in `copy_w`
+                    row = (piece + p) * self.scale_rows + lane
+                    if lane < self.scale_rows:
+                        row = cutlass.min(row, Int32(x_scale.shape[0]) - 1)
+                        at = Int64(row) * (Int64(x_scale.stride[0]) * (x_scale.element_type.width // 8))
                         bulk.bulk_copy(
-                            x_scale_ring.toint() + stage * self.scale_bytes + p * (c.tokens * 4),
-                            x_scale.iterator.toint()
-                            + (Int64(piece + p) * Int64(x_scale.stride[0]) + Int64(token_tile * c.tokens)) * 4,
+                            x_scale_ring.toint()
+                            + stage * self.scale_bytes
+                            + (p * self.scale_rows + lane) * (c.tokens * self.scale_unit),
+                            x_scale.iterator.toint() + at + Int64(token_tile * (c.tokens * self.scale_unit)),
                             self.present_scale_bytes(x_scale, token_tile),
                             full.toint() + stage * 8,
                         )

@@ -2,7 +2,9 @@
 
 While there are enough tiles for all blocks, every block takes whole ones. The tiles that are left are shared: cut along
 K into equal parts where at least two blocks come on a tile, else divided so that all blocks get the same, where that
-saves more than the additions cost. Lengths along K are counted in stages of the pipeline.
+saves more than the additions cost. Of one tile of tokens all tiles may be divided so: their weights are read once
+anyhow. Lengths along K are counted in stages of the pipeline; costs, in the time that a tile takes for 64 bytes of K of
+its tokens.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import cutlass
 from cutlass import Int32, cute
 
 _BAND = 16  # token tiles that are walked together, so that their operands stay in L2
-_PART_COST = 4  # what another part of a tile costs: stages of one packed tile along K
+_PART_COST = 4  # what another part of a tile costs
 _SHARE_COST = 24  # what sharing costs at all
+_MOST_SHARED = 1024  # tiles that may be shared: counters that a launch has
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def _begin(block, quotient, remainder):
 
 
 @cute.jit
-def _divide(row_tiles, token_tiles, stages, k_tiles, block, blocks):
+def _divide(row_tiles, token_tiles, stages, cost, block, blocks):
     tiles = row_tiles * token_tiles
     whole = tiles // blocks * blocks
     rest = tiles - whole
@@ -59,19 +62,27 @@ def _divide(row_tiles, token_tiles, stages, k_tiles, block, blocks):
     if rest > 0:
         most = blocks // rest
         quotient, sharing = stages, rest
+        evenly = rest * stages * cost // blocks + _SHARE_COST  # what equal shares cost, behind whole tiles
+        unevenly = stages * cost
         if most == 1:
             # shares that begin anywhere along K lose the reuse of operands in L2, about a quarter of the time
-            if (blocks * 3 - rest * 4) * stages * k_tiles > 4 * blocks * _SHARE_COST:
+            if (blocks * 3 - rest * 4) * stages * cost > 4 * blocks * _SHARE_COST:
+                unevenly = evenly
                 sharing = blocks
                 quotient = rest * stages // blocks
                 remainder = rest * stages - quotient * blocks
-        elif stages * k_tiles > _SHARE_COST + _PART_COST:
+        elif stages * cost > _SHARE_COST + _PART_COST:
             parts = Int32(2)
-            while (parts < most) & (parts * (parts + 1) * _PART_COST < stages * k_tiles):
+            while (parts < most) & (parts * (parts + 1) * _PART_COST < stages * cost):
                 parts = parts + 1
             quotient = (stages + parts - 1) // parts
+            unevenly = quotient * cost + parts * _PART_COST
             length = quotient * parts
             sharing = rest * parts
+        if (token_tiles == 1) & (whole > 0) & (tiles <= _MOST_SHARED) & (evenly < unevenly):
+            whole, length, sharing = Int32(0), stages, blocks
+            quotient = tiles * stages // blocks
+            remainder = tiles * stages - quotient * blocks
     begin, end = Int32(0), Int32(0)
     if block < sharing:
         begin = _begin(block, quotient, remainder)
@@ -79,15 +90,15 @@ def _divide(row_tiles, token_tiles, stages, k_tiles, block, blocks):
     return whole, length, quotient, remainder, begin, (whole // blocks) * stages + end - begin
 
 
-def share(row_tiles, token_tiles, stages, k_tiles, block, blocks):
-    """The share of a block; `k_tiles`: packed tiles along K in a stage."""
+def share(row_tiles, token_tiles, stages, cost, block, blocks):
+    """The share of a block; `cost`: of a stage."""
     return Share(
         block,
         blocks,
         row_tiles,
         token_tiles,
         stages,
-        *_divide(row_tiles, token_tiles, stages, k_tiles, block, blocks),
+        *_divide(row_tiles, token_tiles, stages, cost, block, blocks),
     )
 
 

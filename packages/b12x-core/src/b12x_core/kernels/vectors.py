@@ -8,7 +8,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, cute
 
-from b12x_core.kernels.convert import bits, largest_of, pack_e2m1, pack_e4m3, ptx
+from b12x_core.kernels.convert import bits, largest_of, pack_bf16, pack_e2m1, pack_e4m3, ptx
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 DTYPE = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": Float32}
@@ -96,6 +96,10 @@ def values(words, x: str):
     return out
 
 
+_PACK = {"e4m3": (4, pack_e4m3), "e2m1": (8, pack_e2m1), "bf16": (2, pack_bf16)}
+"""Code of an element -> elements of a word, and what makes a word of them."""
+
+
 @cute.jit
 def store(
     q: cute.Tensor,
@@ -103,34 +107,37 @@ def store(
     column: Int32,
     wide: cute.Tensor,
     valid: Int32,
-    element: cutlass.Constexpr,
+    stored: cutlass.Constexpr,
     aligned: cutlass.Constexpr,
 ):
-    """Codes of a vector into their row, and zero bytes from the end of K to the end of the row.
+    """A vector as codes into its row, and zero from the end of K to the end of the row.
 
     Args:
-        q: (M, bytes of a row) uint8, rows a multiple of 16 bytes.
+        q: (M, elements of a row) uint8 or bf16, contiguous, rows a multiple of 16 bytes.
         column: of the first element, a multiple of the vector's.
         wide: float32, divided by their scale.
         valid: how many of the elements there are.
-        element: "e4m3" or "e2m1".
+        stored: "e4m3", "e2m1" or "bf16".
     """
-    packed = cutlass.const_expr(4 if element == "e4m3" else 8)
+    packed, pack = cutlass.const_expr(_PACK[stored])
     count = cutlass.const_expr(cute.size(wide) // packed)
-    pack = cutlass.const_expr(pack_e4m3 if element == "e4m3" else pack_e2m1)
     words = cute.make_rmem_tensor((count,), Uint32)
     for i in cutlass.range_constexpr(count):
         words[i] = pack([wide[packed * i + j] for j in range(packed)])
         if valid <= packed * i:
             words[i] = Uint32(0)
-        if cutlass.const_expr(not aligned and element == "e4m3"):
+        if cutlass.const_expr(not aligned and stored != "e2m1"):
             for j in cutlass.range_constexpr(1, packed):
                 if valid == packed * i + j:
-                    words[i] = words[i] & Uint32((1 << (8 * j)) - 1)
-    start = column // cutlass.const_expr(packed // 4)
-    if start < q.shape[1]:
-        address = q.iterator.toint() + Int64(row) * q.shape[1] + start
-        cute.autovec_copy(words, _global(Uint32, address, count, 4 * count))
+                    words[i] = words[i] & Uint32((1 << (32 // packed * j)) - 1)
+    row_bytes = q.shape[1] * cutlass.const_expr(q.element_type.width // 8)
+    start = column * 4 // packed
+    piece = cutlass.const_expr(min(count, 4))
+    for i in cutlass.range_constexpr(count // piece):
+        if start + 16 * i < row_bytes:
+            address = q.iterator.toint() + Int64(row) * row_bytes + start + 16 * i
+            part = cute.make_tensor(words.iterator + piece * i, cute.make_layout(piece))
+            cute.autovec_copy(part, _global(Uint32, address, piece, 4 * piece))
 
 
 def fake_activation(x: str, aligned: bool):
@@ -140,7 +147,8 @@ def fake_activation(x: str, aligned: bool):
     )
 
 
-def fake_codes():
-    """Argument (M, bytes of a row) uint8, contiguous."""
-    shape = (cute.sym_int(), cute.sym_int(divisibility=16))
-    return cute.runtime.make_fake_compact_tensor(Uint8, shape, stride_order=(1, 0), assumed_align=16)
+def fake_codes(stored: str):
+    """Argument (M, elements of a row) uint8 or bf16, contiguous, rows a multiple of 16 bytes."""
+    dtype, elements = (cutlass.BFloat16, 8) if stored == "bf16" else (Uint8, 16)
+    shape = (cute.sym_int(), cute.sym_int(divisibility=elements))
+    return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16)

@@ -36,10 +36,12 @@ CODE_BYTES = TILE_ROWS * K_TILE_BYTES
 
 _MAGNITUDE = (6, 3, 0, 13)
 _SIGN = (11, 12, 9, 10)
-_CHUNK_BYTES = 1 << 26  # of codes that are repacked at a time, so that temporary tensors stay small
+_CHUNK_BYTES = 1 << 22  # of codes that are repacked at a time, so that temporary tensors stay small
 
-_NV_FACTOR = 11  # log2 of what decoded products lack
-_MX_FACTOR = {Element.E2M1: -128, Element.E4M3: -134}  # the same, behind the largest scale of the row
+NV_FACTOR = 2.0**11
+"""The `factor` of decoded rows of nvfp4."""
+
+_MX_FACTOR = {Element.E2M1: -128, Element.E4M3: -134}  # log2 of that of mxfp4 and mxfp8, the largest e8m0 aside
 _E8M0_NAN = 255
 
 
@@ -70,10 +72,14 @@ def pack_blocks(
     for first in range(0, n, height):
         rows = slice(first, first + height)
         part, scales = stored[rows], scale[rows].contiguous()
+        nan = ((scales & 127) == 127 if fmt == NVFP4 else scales == _E8M0_NAN).any(1)
+        if fmt == NVFP4:
+            part, scales = _without_signs(part, scales)
         if decoded:
             part, scales, factor[rows] = _recode(part, scales, fmt)
         elif split_nibbles:
             part = _split_nibbles(pad_to_tiles(part))
+        factor[rows] = factor[rows].masked_fill(nan, float("nan"))
         into = packed[first // TILE_ROWS : (first + height) // TILE_ROWS]
         view = fragments(pad_to_tiles(part), _order(fmt, decoded))
         into[..., :CODE_BYTES].view(view.dtype).unflatten(-1, view.shape[2:]).copy_(view)
@@ -95,7 +101,8 @@ def unpack_blocks(
     """The inverse of `pack_blocks`.
 
     Values come back exactly, but for "mxfp4" and "mxfp8" blocks too far below the largest of their row to be decoded.
-    Codes may differ where values do not: a block whose scale is 0 comes back with codes of 0.
+    Codes and scales may differ where values do not: a block whose scale is 0 comes back with codes of 0, and signs of
+    scales as those of codes. A decoded row of "mxfp4" or "mxfp8" with a NaN is all NaN.
 
     Returns:
         codes: uint8 (n, K) or (n, K / 2).
@@ -160,26 +167,27 @@ def _join_nibbles(split: torch.Tensor) -> torch.Tensor:
 def _recode(codes: torch.Tensor, scales: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales and factors as decoders want them."""
     if fmt == NVFP4:
-        negative, zero = scales >= 128, (scales & 127) == 0
-        if bool((negative | zero).any()):  # the decoder's scales are positive
-            width = _block(fmt) // fmt.packed
-            flip = torch.where(negative, 0x88, 0).to(torch.uint8).repeat_interleave(width, 1)
-            codes = (codes ^ flip).masked_fill(zero.repeat_interleave(width, 1), 0)
-        nan = (scales & 127) == 127
-        factor = torch.full((scales.shape[0],), 2.0**_NV_FACTOR, device=scales.device)
+        factor = torch.full((scales.shape[0],), NV_FACTOR, device=scales.device)
         scales = _nv_table(scales.device)[scales.long()]
     else:
-        nan = scales == _E8M0_NAN
-        largest = scales.masked_fill(nan, 0).amax(1, keepdim=True).int()
-        factor = torch.ldexp(
-            torch.ones(scales.shape[0], dtype=torch.float64, device=scales.device),
-            largest.view(-1) + _MX_FACTOR[fmt.element],
-        ).float()
+        largest = scales.masked_fill(scales == _E8M0_NAN, 0).amax(1, keepdim=True).int()
+        # from the bits, in float64: torch would compute powers of two, in float32, where some are denormal
+        factor = ((largest.view(-1).long() + _MX_FACTOR[fmt.element] + 1023) << 52).view(torch.float64).float()
         below = 254 - largest + scales.int()
         scales = torch.where(below >= 1, below, 0).to(torch.uint8)
     if fmt.element is Element.E2M1:
         codes = _spread(pad_to_tiles(codes))
-    return codes, scales, factor.masked_fill(nan.any(1), float("nan"))
+    return codes, scales, factor
+
+
+def _without_signs(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and e4m3 scales of the same values, scales positive and codes 0 where they are 0, as kernels expect."""
+    negative, zero = scales >= 128, (scales & 127) == 0
+    if not bool((negative | zero).any()):
+        return codes, scales
+    width = _block(NVFP4) // NVFP4.packed
+    flip = torch.where(negative, 0x88, 0).to(torch.uint8).repeat_interleave(width, 1)
+    return (codes ^ flip).masked_fill_(zero.repeat_interleave(width, 1), 0), scales & 127
 
 
 def _restore(
@@ -194,14 +202,15 @@ def _restore(
         inverse[table[1:127]] = torch.arange(1, 127, dtype=torch.uint8)
         return codes, inverse.to(scales.device)[scales.long()]
     largest = torch.frexp(factor.double()).exponent.view(-1, 1) - 1 - _MX_FACTOR[fmt.element]
-    return codes, (scales.int() - 254 + largest).clamp(0, 254).to(torch.uint8)
+    scales = (scales.int() - 254 + largest).clamp(0, 254).masked_fill(factor.isnan().view(-1, 1), _E8M0_NAN)
+    return codes, scales.to(torch.uint8)
 
 
 @cache
 def _nv_table(device: torch.device) -> torch.Tensor:
-    """The decoders' code of every e4m3 scale; of its magnitude where it is negative, and of the smallest for 0."""
-    bits = torch.arange(256, dtype=torch.uint8)
-    value = bits.view(torch.float8_e4m3fn).double().abs().nan_to_num(1.0).clamp(min=2.0**-9)
+    """The decoders' code of every e4m3 scale that is not negative; for 0 that of the smallest, for NaN that of 1."""
+    bits = torch.arange(128, dtype=torch.uint8)
+    value = bits.view(torch.float8_e4m3fn).double().nan_to_num(1.0).clamp(min=2.0**-9)
     mantissa, exponent = torch.frexp(value)  # mantissa in [0.5, 1)
     return (((exponent - 1 + 18) << 3) | (mantissa * 16 - 8).int()).to(torch.uint8).to(device)
 

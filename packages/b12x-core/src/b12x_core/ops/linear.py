@@ -10,10 +10,11 @@ import torch
 from b12x_core import counters
 from b12x_core.capabilities import REFERENCE_LINEAR, Support, supports_linear
 from b12x_core.errors import UnsupportedError
-from b12x_core.formats import FP8_BLOCK, FP8_ROW, SCHEMES, Scheme
+from b12x_core.formats import FP8_BLOCK, FP8_ROW, NVFP4, SCHEMES, ScaleType, Scheme
 from b12x_core.ops import _checks, _weights
 from b12x_core.ops._library import eager, register
-from b12x_core.ops._linear_kernel import linear_kernel, one
+from b12x_core.ops._linear_kernel import linear_kernel, one, operands_on
+from b12x_core.ops.block_packing import NV_FACTOR, pack_blocks, unpack_blocks
 from b12x_core.ops.packing import pack_weight, unpack_weight
 from b12x_core.planning.linear import TILE_ROWS
 from b12x_core.reference.linear import linear as reference_linear
@@ -31,8 +32,8 @@ class LinearWeights:
         scheme: formats of weight and activation.
         n, k: output and input features.
         weight: what the reference reads, (N, K) as stored; or, where a kernel serves the layer, the tiles of
-            `b12x_core.ops.packing`.
-        scale: scales as stored; beside tiles only those of blocks.
+            `b12x_core.ops.packing` or `block_packing`.
+        scale: scales as stored; beside tiles only those of blocks of 128 by 128.
         global_scale, bias: as given, None where there is none and beside tiles.
         input_scale: float32 (1,), the static scale of the activation, or None.
         affine: beside tiles, float32 (2, 64 * ceil(N / 64)): what a row's sum is multiplied with, and its bias.
@@ -51,11 +52,24 @@ class LinearWeights:
 
 def in_tiles(w: LinearWeights) -> LinearWeights:
     """Weights as the reference reads them -> as the kernels do."""
-    fmt = w.scheme.weight
-    packed = pack_weight(w.weight, widened=w.scheme.weight_only)
-    affine = torch.zeros((2, packed.shape[0] * TILE_ROWS), dtype=torch.float32, device=packed.device)
+    fmt, read = w.scheme.weight, operands_on(w.scheme, w.weight.device)
+    scale: torch.Tensor | float | None = w.scale
     by_block = fmt == FP8_BLOCK
-    affine[0, : w.n] = 1.0 if w.scale is None or by_block else w.scale
+    if read.scaled_tiles:
+        assert w.scale is not None
+        packed, scale = pack_blocks(
+            w.weight,
+            w.scale.view(torch.uint8),
+            fmt,
+            decoded=not read.block_scaled,
+            split_nibbles=read.split_nibbles,
+        )
+        if w.global_scale is not None:
+            scale = scale * w.global_scale
+    else:
+        packed = pack_weight(w.weight, widened=w.scheme.weight_only)
+    affine = torch.zeros((2, packed.shape[0] * TILE_ROWS), dtype=torch.float32, device=packed.device)
+    affine[0, : w.n] = 1.0 if scale is None or by_block else scale
     if w.bias is not None:
         affine[1, : w.n] = w.bias
     return LinearWeights(w.scheme, w.n, w.k, packed, w.scale if by_block else None, None, w.input_scale, None, affine)
@@ -64,12 +78,30 @@ def in_tiles(w: LinearWeights) -> LinearWeights:
 def from_tiles(
     weight: torch.Tensor, affine: torch.Tensor, scale: torch.Tensor | None, scheme: Scheme, n: int, k: int
 ) -> LinearWeights:
-    """The inverse of `in_tiles`: scales of a tensor come back as one a row, a bias as float32."""
+    """The inverse of `in_tiles`: scales of a tensor and global scales come back as one a row, a bias as float32."""
+    read = operands_on(scheme, weight.device)
+    if read.scaled_tiles:
+        return _from_scaled_tiles(weight, affine, scheme, n, k)
     dtype = _weights.WEIGHT_DTYPE[scheme.weight.element]
     plain = unpack_weight(weight, n, k, dtype, widened=scheme.weight_only)
     if scale is None and scheme.weight.quantized:
         scheme, scale = Scheme(FP8_ROW, scheme.activation), affine[0, :n]
     return LinearWeights(scheme, n, k, plain, scale, None, None, affine[1, :n])
+
+
+def _from_scaled_tiles(weight: torch.Tensor, affine: torch.Tensor, scheme: Scheme, n: int, k: int) -> LinearWeights:
+    """`from_tiles` where block scales lie in the tiles."""
+    fmt, read = scheme.weight, operands_on(scheme, weight.device)
+    row_scale = affine[0, :n]
+    codes, stored = unpack_blocks(
+        weight, row_scale, n, k, fmt, decoded=not read.block_scaled, split_nibbles=read.split_nibbles
+    )
+    global_scale = None
+    if fmt == NVFP4:
+        global_scale = row_scale if read.block_scaled else row_scale / NV_FACTOR
+    scale = stored.view(torch.float8_e4m3fn if fmt.scale is ScaleType.E4M3 else torch.float8_e8m0fnu)
+    plain = codes.view(_weights.WEIGHT_DTYPE[fmt.element])
+    return LinearWeights(scheme, n, k, plain, scale, global_scale, None, affine[1, :n])
 
 
 def prepare_linear(
@@ -162,7 +194,7 @@ def _tiles_impl(x: torch.Tensor, weight: torch.Tensor, affine: torch.Tensor, *re
     w = from_tiles(weight, affine, scale, SCHEMES[scheme], n, x.shape[-1])
     counters.record("linear", scheme, weight)
     y = reference_linear(
-        x.flatten(0, -2), w.weight, w.scale, None, input_scale, w.bias, w.scheme, _out_dtype(x, out_dtype)
+        x.flatten(0, -2), w.weight, w.scale, w.global_scale, input_scale, w.bias, w.scheme, _out_dtype(x, out_dtype)
     )
     return y.view(*x.shape[:-1], n)
 

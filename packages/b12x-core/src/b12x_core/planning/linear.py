@@ -84,3 +84,8 @@ class LinearConfig:
         """Bytes of a packed tile, its scales included."""
         block = SCALE_BLOCK.get(self.scales)
         return TILE_ROWS * (K_TILE_BYTES + (self.k_tile // block if block else 0))
+
+    @property
+    def block_scaled(self) -> bool:
+        """Whether the matrix instruction takes the scales of weight and activation."""
+        return self.scales in SCALE_BLOCK and WEIGHT_BITS[self.activation] < 16

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from b12x_core.planning.linear import ELEMENT_BYTES, SHARED_MEMORY, LinearConfig
+from b12x_core.planning.linear import SCALE_BLOCK, SHARED_MEMORY, TILE_ROWS, WEIGHT_BITS, LinearConfig
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,18 @@ class LinearProblem:
     m: int
     n: int
     k: int
+
+    @property
+    def operands(self) -> str:
+        """What the tables of sizes go by: the matrix instruction and what is done to the weight before it."""
+        scaled = self.scales in SCALE_BLOCK
+        if WEIGHT_BITS[self.activation] == 16:
+            if self.weight == self.activation:
+                return "bf16"
+            if not scaled:
+                return "wide"
+            return f"decoded {self.weight}"
+        return f"scaled {self.weight} {self.activation}" if scaled else self.activation
 
 
 STREAM_TOKENS = 32
@@ -106,17 +118,49 @@ def _stream(problem: LinearProblem, multiprocessors: int) -> tuple[LinearConfig,
     As many stages as shared memory holds: they are the bytes that are on their way.
     """
     tokens = next(size for size in (8, 16, 32) if problem.m <= size)
-    if problem.weight != problem.activation:
-        sizes = {8: (64, 4, 4, 4, 2), 16: (128, 2, 4, 8, 1), 32: (64, 4, 2, 4, 2)}[tokens]
-    else:
-        groups = -(-problem.n // 16)
-        nbytes = problem.n * problem.k * ELEMENT_BYTES[problem.weight]
-        if nbytes <= SMALL_WEIGHT and 2 * groups <= 3 * multiprocessors:
-            stages = {8: 5, 16: 4, 32: 2}[tokens]
-            return _config(problem, "stream", 16, tokens, 8, stages, 1, 1, 4), groups
-        sizes = {8: (64, 4, 5, 4, 2), 16: (64, 4, 4, 4, 2), 32: (64, 4, 3, 4, 2)}[tokens]
-    rows, k_tiles, stages, warps_n, warps_k = sizes
+    groups = -(-problem.n // 16)
+    nbytes = problem.n * problem.k * WEIGHT_BITS[problem.weight] // 8
+    few = _FEW_ROWS.get((problem.operands, tokens))
+    if few and nbytes <= SMALL_WEIGHT and 2 * groups <= 3 * multiprocessors:
+        k_tiles, stages, warps_k = few
+        return _config(problem, "stream", 16, tokens, k_tiles, stages, 1, 1, warps_k), groups
+    rows, k_tiles, stages, warps_n, warps_k = _STREAM[problem.operands][tokens]
     return _config(problem, "stream", rows, tokens, k_tiles, stages, warps_n, 1, warps_k), multiprocessors
+
+
+_STREAM = {
+    "bf16": {8: (64, 4, 5, 4, 2), 16: (64, 4, 4, 4, 2), 32: (64, 4, 3, 4, 2)},
+    "e4m3": {8: (64, 4, 5, 4, 2), 16: (64, 4, 4, 4, 2), 32: (64, 4, 3, 4, 2)},
+    "wide": {8: (64, 4, 4, 4, 2), 16: (128, 2, 4, 8, 1), 32: (64, 4, 2, 4, 2)},
+    "decoded e2m1": {8: (64, 4, 3, 2, 4), 16: (128, 2, 3, 8, 2), 32: (64, 2, 3, 4, 2)},
+    "decoded e4m3": {8: (128, 2, 4, 4, 2), 16: (64, 4, 3, 4, 2), 32: (64, 4, 2, 4, 2)},
+    "scaled e4m3 e4m3": {8: (64, 4, 4, 4, 2), 16: (64, 4, 4, 4, 2), 32: (64, 4, 3, 4, 2)},
+    "scaled e2m1 e2m1": {8: (64, 4, 4, 4, 2), 16: (64, 4, 4, 4, 2), 32: (64, 4, 3, 4, 2)},
+    "scaled e2m1 e4m3": {8: (64, 4, 4, 4, 2), 16: (64, 4, 3, 4, 2), 32: (64, 4, 2, 4, 2)},
+}
+"""Operands -> tokens -> rows, packed tiles and number of stages, warps along N and K."""
+
+_FEW_ROWS = {
+    **{(operands, 8): (8, 5, 4) for operands in ("bf16", "e4m3")},
+    **{(operands, 16): (8, 4, 4) for operands in ("bf16", "e4m3")},
+    **{(operands, 32): (8, 2, 4) for operands in ("bf16", "e4m3")},
+    ("decoded e2m1", 8): (8, 3, 8),
+    ("decoded e2m1", 16): (8, 2, 8),
+    ("decoded e2m1", 32): (4, 2, 4),
+    ("decoded e4m3", 8): (8, 4, 8),
+    ("decoded e4m3", 16): (8, 3, 8),
+    ("decoded e4m3", 32): (4, 4, 4),
+    ("scaled e4m3 e4m3", 8): (8, 5, 4),
+    ("scaled e4m3 e4m3", 16): (8, 4, 4),
+    ("scaled e4m3 e4m3", 32): (8, 3, 4),
+    ("scaled e2m1 e2m1", 8): (8, 3, 4),
+    ("scaled e2m1 e2m1", 16): (8, 3, 4),
+    ("scaled e2m1 e2m1", 32): (8, 3, 4),
+    ("scaled e2m1 e4m3", 8): (8, 3, 8),
+    ("scaled e2m1 e4m3", 16): (8, 3, 4),
+    ("scaled e2m1 e4m3", 32): (8, 2, 4),
+}
+"""(operands, tokens) -> packed tiles and number of stages, warps along K, where a block has 16 rows."""
 
 
 def _crowded(config: LinearConfig) -> bool:
@@ -135,10 +179,12 @@ HALF_OF_SHARED_MEMORY = 49152
 
 
 def _ring_bytes(config: LinearConfig) -> int:
-    """Shared memory of the stages of the tiled kernel."""
-    x_bytes = ELEMENT_BYTES[config.activation] * config.tokens
-    stage = ELEMENT_BYTES[config.weight] * config.rows + x_bytes
-    return stage * config.k_tile * config.k_tiles * config.stages
+    """Shared memory of the operands of the tiled kernel, whose weights come for one or two stages of tokens."""
+    x_bytes = config.tokens * config.k_tile * config.k_tiles * WEIGHT_BITS[config.activation] // 8
+    w_bytes = config.rows // TILE_ROWS * config.tile_bytes * config.k_tiles
+    if x_bytes > 128 * config.tokens:
+        return config.stages * x_bytes // 2 + (config.stages // 2 + 1) * w_bytes
+    return config.stages * (x_bytes + w_bytes)
 
 
 _SMALL = {
@@ -147,11 +193,19 @@ _SMALL = {
     ("e4m3", "block"): (128, 64, 2, 4, 4, 2, 1),
     ("wide", "end"): (128, 64, 1, 6, 2, 2, 1),
     ("wide", "block"): (128, 64, 1, 6, 4, 2, 1),
+    ("decoded e2m1", ""): (256, 64, 1, 5, 8, 1, 1),
+    ("decoded e4m3", ""): (128, 64, 1, 4, 4, 1, 1),
+    ("scaled e4m3 e4m3", ""): (128, 64, 2, 3, 4, 1, 1),
+    ("scaled e2m1 e2m1", ""): (128, 64, 2, 3, 4, 1, 1),
+    ("scaled e2m1 e4m3", ""): (128, 64, 1, 3, 4, 1, 1),
 }
 _MIDDLE = {
     ("bf16", "end"): (128, 128, 1, 6, 2, 4, 1),
     ("e4m3", "end"): (128, 64, 1, 8, 4, 2, 1),
     ("wide", "end"): (128, 128, 1, 4, 4, 2, 1),
+    ("decoded e2m1", ""): (128, 128, 1, 4, 4, 2, 1),
+    ("decoded e4m3", ""): (128, 128, 1, 4, 4, 2, 1),
+    ("scaled e2m1 e4m3", ""): (128, 128, 1, 3, 4, 2, 1),
 }
 _LARGE = {
     ("bf16", "end"): (256, 128, 1, 4, 4, 2, 1),
@@ -159,8 +213,14 @@ _LARGE = {
     ("e4m3", "block"): (128, 128, 2, 3, 4, 2, 1),
     ("wide", "end"): (256, 128, 1, 3, 4, 2, 1),
     ("wide", "block"): (128, 128, 1, 4, 4, 2, 1),
+    ("decoded e2m1", ""): (256, 128, 1, 3, 4, 2, 1),
+    ("decoded e4m3", ""): (256, 128, 1, 3, 4, 2, 1),
+    ("scaled e4m3 e4m3", ""): (128, 128, 2, 2, 2, 2, 1),
+    ("scaled e2m1 e2m1", ""): (128, 128, 2, 2, 2, 2, 1),
+    ("scaled e2m1 e4m3", ""): (256, 128, 1, 2, 8, 1, 1),
 }
-"""(operands, scales) -> rows, tokens, packed tiles and number of stages, warps along N, tokens and K."""
+"""Operands, and "end", "block", or "" for scales in the tiles -> rows, tokens, packed tiles and number of stages, warps
+along N, tokens and K."""
 
 
 def _tiled(problem: LinearProblem, multiprocessors: int) -> LinearConfig:
@@ -168,15 +228,26 @@ def _tiled(problem: LinearProblem, multiprocessors: int) -> LinearConfig:
 
     Float32 outputs need more registers at the end than the largest tile leaves.
     """
-    operands = "wide" if problem.weight != problem.activation else "e4m3" if problem.weight == "e4m3" else "bf16"
-    key = (operands, problem.scales)
+    operands = problem.operands
+    scaled = problem.scales in SCALE_BLOCK
+    key = (operands, "" if scaled else problem.scales)
     sizes = _LARGE[key]
+    tiles = -(-problem.n // sizes[0]) * -(-problem.m // sizes[1])
     if problem.m <= SMALL_TOKENS:
         sizes = _SMALL[key]
-    else:
-        tiles = -(-problem.n // sizes[0]) * -(-problem.m // sizes[1])
-        # the smaller tile of 8-bit operands multiplies so much slower that many multiprocessors may rather idle
-        enough = multiprocessors if operands == "bf16" else multiprocessors // 4
-        if problem.out == "fp32" or problem.m <= 128 or tiles < enough:
-            sizes = _MIDDLE.get(key, sizes)
+        if operands == "decoded e2m1" and problem.n <= FEW_ROWS:
+            sizes = (128, 64, 1, 3, 4, 1, 1)
+    # the smaller tile of 8-bit operands multiplies so much slower that many multiprocessors may rather idle
+    elif problem.out == "fp32" or 2 * tiles < _ENOUGH.get(operands, 3) * multiprocessors or problem.m <= _FEW[scaled]:
+        sizes = _MIDDLE.get(key, sizes)
     return _config(problem, "tiled", *sizes)
+
+
+_ENOUGH = {"bf16": 2, "e4m3": 0.5, "wide": 0.5}
+"""Operands -> how many of the largest tiles there must be for each two multiprocessors; else 3."""
+
+_FEW = {False: 128, True: 256}
+"""Whether scales are in the tiles -> most tokens that never have the largest tile."""
+
+FEW_ROWS = 4096
+"""Rows that leave multiprocessors without a tile of 256: two blocks on each share tiles of half the size."""

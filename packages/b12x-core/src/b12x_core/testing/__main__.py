@@ -84,6 +84,19 @@ def prebuild(groups: list[str], wanted: str, arch: str, multiprocessors: int) ->
     print(f"{arch}: {len(done.compiled)} compiled, {len(done.present)} were there")
 
 
+def report(results: dict[str, Result], gpu: str, seconds: float, output: Path | None) -> int:
+    """Print what was found, write it to a JSON file if one is given; returns the exit code."""
+    for result in results.values():
+        print(result.line())
+    failed = sum(len(result.failures) for result in results.values())
+    total = sum(result.cases for result in results.values())
+    print(f"{total - failed} passed, {failed} failed, {len(results)} kernels, {seconds:.0f} s")
+    if output is not None:
+        content = {"gpu": gpu, "results": [asdict(r) for r in results.values()]}
+        output.write_text(json.dumps(content, indent=1) + "\n")
+    return 1 if failed or not total else 0
+
+
 def main() -> int:
     """Run, print, write; returns the exit code: 0 if all passed, 1 if any failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m b12x_core.testing", description=__doc__)
@@ -123,15 +136,8 @@ def execute(options: argparse.Namespace, groups: list[str]) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     begin = time.perf_counter()
     results = run(selected(groups, options.only, device))
-    for result in results.values():
-        print(result.line())
-    failed = sum(len(result.failures) for result in results.values())
-    total = sum(result.cases for result in results.values())
-    print(f"{total - failed} passed, {failed} failed, {len(results)} kernels, {time.perf_counter() - begin:.0f} s")
-    if options.output is not None:
-        content = {"gpu": torch.cuda.get_device_name(device), "results": [asdict(r) for r in results.values()]}
-        options.output.write_text(json.dumps(content, indent=1) + "\n")
-    return 1 if failed or not total else 0
+    gpu = torch.cuda.get_device_name(device)
+    return report(results, gpu, time.perf_counter() - begin, options.output)
 
 
 if __name__ == "__main__":

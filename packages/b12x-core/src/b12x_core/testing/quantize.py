@@ -11,12 +11,19 @@ from b12x_core.formats import FP8_GROUP, FP8_ROW, FP8_TENSOR, MXFP4, MXFP8, NVFP
 from b12x_core.ops._quantize_kernel import quantize_rows, quantize_specs
 from b12x_core.ops.quantize import quantize
 from b12x_core.planning.kernel import KernelSpec
+from b12x_core.planning.quantize_plan import layouts
 from b12x_core.reference import quantize as reference
+from b12x_core.reference.codecs import decode_fp8
 from b12x_core.runtime.devices import facts
 from b12x_core.testing.cases import Case, equal, poison
 
 FORMATS = (FP8_TENSOR, FP8_ROW, FP8_GROUP, MXFP8, MXFP4, NVFP4)
-SHAPES = ((0, 64), (1, 16), (1, 17408), (3, 160), (7, 100), (33, 576), (5, 2880), (2, 17), (300, 1024), (4, 40000))
+SHAPES = (
+    *((0, 64), (1, 16), (1, 17408), (3, 160), (7, 100), (33, 576), (5, 2880), (2, 17), (300, 1024), (4, 40000)),
+    *((7, 32), (16, 5120), (33, 17408), (8, 8192), (16, 17408)),
+)
+UNALIGNED = ((1, 16), (7, 160), (33, 2880))
+"""Shapes whose rows could lie 16 bytes apart, and do not."""
 
 
 def inputs(m: int, k: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -43,24 +50,64 @@ def scale_for(fmt: Format, x: torch.Tensor, static: bool) -> torch.Tensor | None
 
 
 def compare(x: torch.Tensor, fmt: Format, scale: torch.Tensor | None, what: str) -> None:
-    """The public op, and the layout that matrix kernels read, against the reference."""
+    """The public op, and what matrix kernels read, against the reference."""
     expected = reference.quantize(x, fmt, scale)
     poison(x.device)
     q = quantize(x, fmt, scale=scale)
     equal(q.data, expected.data, f"{what}: elements")
     equal(q.scale, expected.scale.view_as(q.scale), f"{what}: scales")
-    if fmt == FP8_GROUP and x.shape[0]:
-        data, columns = quantize_rows(x, fmt, None, k_major=True)
-        equal(data.view(torch.float8_e4m3fn), expected.data, f"{what}: elements beside scales by column")
-        equal(columns[:, : x.shape[0]].t(), expected.scale, f"{what}: scales by column")
+    for layout in written(fmt, x.dtype) if x.shape[0] else ():
+        compare_layout(x, fmt, scale, layout, expected, f"{what} {layout}")
 
 
-def run_values(fmt: Format, m: int, k: int, dtype: torch.dtype, device: torch.device, static: bool) -> float:
-    """Values of every size, in rows that lie apart in memory full of NaN."""
+def written(fmt: Format, dtype: torch.dtype) -> tuple[str, ...]:
+    """The layouts that matrix kernels read; their activations have 16 bits."""
+    return tuple(layout for layout in layouts(fmt.name) if layout != "row" and dtype.itemsize == 2)
+
+
+def compare_layout(
+    x: torch.Tensor,
+    fmt: Format,
+    scale: torch.Tensor | None,
+    layout: str,
+    expected: reference.QuantizedTensor,
+    what: str,
+) -> None:
+    """One layout against the reference, and what follows K in its rows against 0."""
+    m = x.shape[0]
+    poison(x.device)
+    data, scales = quantize_rows(x, fmt, scale, layout=layout)
+    whole = data.as_strided((m, data.stride(0)), (data.stride(0), 1))
+    equal(whole[:, data.shape[1] :], torch.zeros_like(whole[:, data.shape[1] :]), f"{what}: beyond K")
+    if layout == "values":
+        codes, by = expected.data, expected.scale.view(m, -1)
+        values = decode_fp8(codes) if fmt == FP8_ROW else reference.dequantize(codes, fmt, by)
+        equal(one_nan(data), one_nan(values.bfloat16()), f"{what}: values")
+        if fmt == FP8_ROW:
+            equal(scales, expected.scale, f"{what}: scales")
+        return
+    equal(data.view(expected.data.dtype), expected.data, f"{what}: elements")
+    by = expected.scale
+    if layout == "k-major":
+        equal(scales[:, :m].t(), by, f"{what}: scales")
+    else:
+        by = torch.nn.functional.pad(by.view(torch.uint8), (0, -by.shape[1] % scales.shape[2]))
+        equal(scales[:, :m], by.view(m, -1, scales.shape[2]).transpose(0, 1), f"{what}: scales")
+
+
+def one_nan(values: torch.Tensor) -> torch.Tensor:
+    """Values with all NaN alike: their bits are not the format's business."""
+    return torch.where(values.isnan(), torch.full_like(values, float("nan")), values)
+
+
+def run_values(
+    fmt: Format, m: int, k: int, dtype: torch.dtype, device: torch.device, static: bool, before: int = 8
+) -> float:
+    """Values of every size, in rows that lie apart in memory full of NaN and start `before` elements into it."""
     around = torch.full((m + 2, k + 16), float("nan"), device=device, dtype=dtype)
-    x = around[1 : m + 1, 8 : 8 + k]
+    x = around[1 : m + 1, before : before + k]
     x.copy_(inputs(m, k, dtype, device))
-    compare(x, fmt, scale_for(fmt, x, static), f"{fmt} M={m} K={k} {dtype} static={static}")
+    compare(x, fmt, scale_for(fmt, x, static), f"{fmt} M={m} K={k} {dtype} static={static} before={before}")
     return 0.0
 
 
@@ -99,10 +146,12 @@ def kernels(
     fmt: Format, dtype: torch.dtype, m: int, k: int, static: bool, device: torch.device
 ) -> tuple[KernelSpec, ...]:
     """What a case launches."""
-    layouts = (False, True) if fmt == FP8_GROUP else (False,)
     count = facts(device).multiprocessors
     return tuple(
-        spec for by in layouts for spec in quantize_specs(dtype, fmt, m, k, count, static=static, k_major=by) if m
+        spec
+        for layout in ("row", *written(fmt, dtype))
+        for spec in quantize_specs(dtype, fmt, m, k, count, static=static, layout=layout)
+        if m
     )
 
 
@@ -112,10 +161,11 @@ def cases(device: torch.device) -> Iterator[Case]:
         kernel = f"quantize {fmt}"
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for static in (False, True) if fmt == FP8_TENSOR else (False,):
-                for m, k in SHAPES if dtype.itemsize == 2 else SHAPES[2:5]:
+                shapes = SHAPES if dtype.itemsize == 2 else SHAPES[2:5]
+                for m, k, before in (*((m, k, 8) for m, k in shapes), *((m, k, 3) for m, k in UNALIGNED)):
                     if k % fmt.k_multiple == 0:
-                        run = partial(run_values, fmt, m, k, dtype, device, static)
-                        name = f"M={m} K={k} {dtype} static={static}"
+                        run = partial(run_values, fmt, m, k, dtype, device, static, before)
+                        name = f"M={m} K={k} {dtype} static={static} before={before}"
                         yield Case(kernel, name, run, kernels(fmt, dtype, m, k, static, device))
             specs = kernels(fmt, dtype, 4, 320, False, device)
             for special in (float("nan"), float("inf"), float("-inf")):
