@@ -2,7 +2,7 @@
 
 A generated part stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->` in a Markdown file. A name like
 `path/file.py::Class.method` stands for that piece of source, `path/file.toml::table` for a table of that file,
-`path/file.json::SCHEME` for the rows of a benchmark's record.
+`path/file.json::SCHEME` for the rows of a benchmark's record, `path/file.json::loops` for those of main loops.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from b12x_core.environment import VARIABLES, Variable
 from b12x_core.formats import ALL, SCHEMES, Format
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("README.md", "docs/support.md", "docs/environment.md", "docs/add-an-engine.md", "docs/performance/linear.md")
+FILES = (
+    *("README.md", "docs/support.md", "docs/environment.md", "docs/add-an-engine.md"),
+    *("docs/performance/linear.md", "docs/performance/loops.md"),
+)
 MARKED = re.compile(r"(<!-- begin: (?P<name>.+?) -->\n).*?(<!-- end: (?P=name) -->)", re.DOTALL)
 # Read as files: the tables must not depend on an engine being installed.
 VARIABLE_MODULES = {"b12x-conformance": "conformance/src/b12x_conformance/environment.py"}
@@ -142,6 +145,39 @@ def benchmark(path: str, scheme: str) -> str:
     return table(header, rows)
 
 
+def loops(path: str) -> str:
+    """What the main loops of kernels issue, from the record of `benchmarks/upstream_loops.py`."""
+    record = json.loads((ROOT / path).read_text())
+    rows = []
+    for row in record["rows"]:
+        each = row["per_matrix"]
+        rows.append(
+            [
+                row["format"],
+                str(row["m"]),
+                row["by"],
+                f"`{row['name']}`",
+                " ".join(f"{count} {name.partition('.')[0]}" for name, count in row["matrix"].items()),
+                f"{each['ldmatrix']:.2f}",
+                f"{each['shared']:.2f}",
+                f"{each['integer'] + each['uniform']:.2f}",
+                f"{each['conversion'] + each['float']:.2f}",
+                f"{each['synchronization'] + each['global'] + each['other']:.2f}",
+                f"{row['issue_bound']:.1f}",
+                f"{row['shared_bound']:.1f}",
+                str(row["registers"]),
+                f"{row['shared'] / 1024:.0f} KiB",
+                str(row["stages"]),
+                f"{row['blocks']} x {row['threads']}",
+            ]
+        )
+    header = [
+        *("format", "M", "by", "kernel", "an iteration", "ldmatrix", "shared", "integer", "float", "other"),
+        *("issue", "width", "registers", "memory", "stages", "blocks"),
+    ]
+    return table(header, rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "support": lambda: support((Op.LINEAR, Op.MOE)),
     "kv-support": lambda: support((Op.ATTENTION, Op.KV_CACHE)),
@@ -155,6 +191,8 @@ def current(name: str) -> str:
     if name in PARTS:
         return PARTS[name]()
     path, _, definition = name.partition("::")
+    if definition == "loops":
+        return loops(path)
     if path.endswith(".json"):
         return benchmark(path, definition) if definition else machine(path)
     return excerpt(path, definition)

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import linear_peers
 import record
 import torch
-from b12x_core import FP8_ROW, SCHEMES, Scheme, prepare_linear
+from b12x_core import FP8_ROW, NVFP4, SCHEMES, Scheme, prepare_linear
 from b12x_core.ops._linear_kernel import call_for, multiply
 from b12x_core.ops._quantize_kernel import quantize_rows
 from b12x_core.ops._scratch import take
 from b12x_core.ops.linear import LinearWeights, linear
-from b12x_core.reference.quantize import dequantize, dequantize_activation, quantize
-from b12x_core.testing.linear import random_weight
+from b12x_core.reference.quantize import dequantize_activation, quantize
+from b12x_core.testing.weights import exact_weight, random_weight
 from ceilings import Ceilings
 from timing import copies, median_us, relative_error
 
@@ -29,8 +29,10 @@ NAMES = ("bf16", "fp8-tensor", "fp8-channel", "fp8-block")
 
 
 def static_scale(scheme: Scheme, x: torch.Tensor) -> torch.Tensor | None:
-    """The static input scale of fp8-tensor, as a calibrated checkpoint has it."""
-    return (x.float().abs().amax() / 448).reshape(1) if scheme.name == "fp8-tensor" else None
+    """The input scale of fp8-tensor and the global one of nvfp4 activations, as a calibrated checkpoint has them."""
+    largest = 448 * 6 if scheme.activation == NVFP4 else 448
+    given = scheme.name == "fp8-tensor" or scheme.activation == NVFP4
+    return (x.float().abs().amax() / largest).reshape(1) if given else None
 
 
 class Problem:
@@ -41,17 +43,19 @@ class Problem:
         self.weight, self.scale = random_weight(self.scheme, n, k, torch.device("cuda"))
         self.bytes = self.scheme.weight.nbytes(n, k)
         self.count = copies(self.bytes)
-        self.dense = dequantize(self.weight, self.scheme.weight, self.scale)
+        self.whole = torch.full((1,), 1 / (4 * k**0.5), device="cuda") if self.scheme.weight.global_scale else None
+        self.dense = exact_weight(self.scheme, self.weight, self.scale, self.whole).float()
 
     def layers(self, input_scale: torch.Tensor | None) -> list[LinearWeights]:
         """Our copies."""
         return [
-            prepare_linear(self.scheme, self.weight, self.scale, input_scale=input_scale) for _ in range(self.count)
+            prepare_linear(self.scheme, self.weight, self.scale, global_scale=self.whole, input_scale=input_scale)
+            for _ in range(self.count)
         ]
 
     def rows(self, tokens: Sequence[int], ceilings: Ceilings) -> list[record.Row]:
         """A row for each number of tokens and, for quantized activations, each kind of input."""
-        others = [self.weight.clone() for _ in range(self.count)]
+        others = [linear_peers.Layer(self.name, self.weight.clone(), self.scale, self.whole) for _ in range(self.count)]
         fixed = torch.randn(256, self.k, device="cuda").bfloat16()
         input_scale = static_scale(self.scheme, fixed)
         ours = self.layers(input_scale)
@@ -66,7 +70,7 @@ class Problem:
         m: int,
         x: torch.Tensor,
         ours: list[LinearWeights],
-        others: list[torch.Tensor],
+        others: list[linear_peers.Layer],
         input_scale: torch.Tensor | None,
         ceilings: Ceilings,
     ) -> list[record.Row]:
@@ -84,13 +88,13 @@ class Problem:
         call = call_for(self.name, x.dtype, x.dtype, m, self.n, self.k, x.device)
         shape = {"m": m, "n": self.n, "k": self.k}
         calls: dict[str, list[linear_peers.Gemm]] = {}
-        for weight in others:
-            layer = linear_peers.Layer(self.name, weight, self.scale)
+        for layer in others:
             for name, gemm in linear_peers.gemms(layer, activation).items():
                 calls.setdefault(name, []).append(gemm)
         peers: dict[str, float] = {}
         for name, gemms in calls.items():
-            wrong = relative_error(gemms[0]()[few][: truth.shape[0]], truth)
+            wanted = x[few].float() @ self.dense.t() if name.startswith(linear_peers.FROM_BF16) else truth
+            wrong = relative_error(gemms[0]()[few][: truth.shape[0]], wanted)
             if wrong > 0.05:
                 print(f"  {name}: error {wrong:.3f}, left out")
             else:
@@ -111,21 +115,22 @@ class Problem:
                 call.kernel,
                 error,
                 ceilings.floor_us(self.bytes),
-                ceilings.mma_tflops("e4m3" if fmt.quantized else "bf16"),
+                ceilings.mma_tflops("e4m3" if call.operands.activation == "e4m3" else "bf16"),
             )
 
         rows = []
         if fmt.quantized:
-            data, x_scale = quantize_rows(x, fmt, input_scale, k_major=call.blocks)
+            data, x_scale = quantize_rows(x, fmt, input_scale, layout=call.operands.layout)
             y = torch.empty((m, self.n), dtype=x.dtype, device=x.device)
             counters, workspace, *_ = take(call.scratch, x.device)
             bound = [
                 lambda w=w: multiply(  # type: ignore[misc]
-                    data, x_scale, w.weight, w.affine, w.scale, y, call, self.k, workspace, counters
+                    data, x_scale, input_scale, w.weight, w.affine, w.scale, y, call, self.k, workspace, counters
                 )
                 for w in ours
             ]
-            rows.append(make(median_us(bound), dict(peers), str(fmt)))
+            given = {name: us for name, us in peers.items() if not name.startswith(linear_peers.FROM_BF16)}
+            rows.append(make(median_us(bound), given, str(fmt)))
         whole = [lambda w=w: linear(x, w) for w in ours]  # type: ignore[misc]
         with_quantizer = {
             f"{name} + {quantizer}": us + more for name, us in peers.items() for quantizer, more in quantizers.items()

@@ -9,10 +9,16 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+from b12x_core import SCHEMES
+from marlin import MarlinWeight
 
 Gemm = Callable[[], torch.Tensor]
+
+FROM_BF16 = "vllm.marlin "
+"""What names of peers begin with that take the activation as it comes, whatever the scheme."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +27,28 @@ class Layer:
 
     Attributes:
         scheme: its name.
-        weight: bf16 or e4m3 (N, K).
-        scale: float32: (1,), (N,) or (ceil(N / 128), ceil(K / 128)); None for bf16.
+        weight: bf16 or e4m3 (N, K), or uint8 (N, K / 2) for e2m1.
+        scale: float32: (1,), (N,) or (ceil(N / 128), ceil(K / 128)); e4m3 (N, K / 16) or e8m0 (N, K / 32); None for
+            bf16.
+        global_scale: float32 (1,) beside e4m3 scales.
     """
 
     scheme: str
     weight: torch.Tensor
     scale: torch.Tensor | None
+    global_scale: torch.Tensor | None = None
+
+    @property
+    def by_blocks(self) -> bool:
+        """Whether a row has a scale for each 16 or 32 of K."""
+        block = SCHEMES[self.scheme].weight.block
+        return block is not None and block[0] == 1 and block[1] in (16, 32)
+
+    @cached_property
+    def marlin(self) -> MarlinWeight:
+        """The weight as Marlin reads it."""
+        assert self.scale is not None
+        return MarlinWeight.of(SCHEMES[self.scheme], self.weight, self.scale, self.global_scale)
 
 
 @dataclass(frozen=True)
@@ -64,11 +85,13 @@ def _padded(a: Activation) -> Activation:
 
 
 def gemms(layer: Layer, a: Activation) -> dict[str, Gemm]:
-    """Peers' products from an activation that is quantized already (bf16: from the activation itself)."""
+    """Peers' products from an activation that is quantized already (bf16 and Marlin: from the activation itself)."""
     w, x = layer.weight, a.x
     found: dict[str, Gemm] = {}
     if layer.scheme == "bf16":
         return {"torch.mm": lambda: x @ w.t()}
+    if layer.by_blocks:
+        return {f"{FROM_BF16}{SCHEMES[layer.scheme].weight}": layer.marlin.gemm(x)} if load_vllm() else {}
     if layer.scheme.endswith("w8a16"):
         return {}
     assert a.q is not None

@@ -1,13 +1,14 @@
 """What the assembler made of a kernel: registers, stack, and counts of machine instructions.
 
 Needs `nvidia-cuda-nvdisasm` and `pyelftools` (the extra `cuda`), no GPU and no CUDA toolkit. Numbers of the attributes
-in `.nv.info` sections are those that `nvdisasm` prints as EIATTR_REGCOUNT and EIATTR_FRAME_SIZE.
+in `.nv.info` sections are those that `nvdisasm` prints as EIATTR_REGCOUNT, EIATTR_FRAME_SIZE and EIATTR_REQNTID.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import io
+import math
 import re
 import shutil
 import struct
@@ -21,7 +22,7 @@ from elftools.elf.elffile import ELFFile
 
 from b12x_core.errors import B12xError
 
-_EIATTR_FRAME_SIZE, _EIATTR_REGCOUNT = 0x11, 0x2F
+_EIATTR_REQNTID, _EIATTR_FRAME_SIZE, _EIATTR_REGCOUNT = 0x10, 0x11, 0x2F
 _WITH_PAYLOAD = 0x04  # format of an attribute whose size field counts bytes that follow; the others hold a value there
 _RESERVED_SHARED = 1024  # of the system's, in every block; the limit of a block does not count it
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
@@ -39,6 +40,7 @@ class Resources:
         code: bytes of machine code.
         instructions: machine instruction without its modifiers -> how often it stands in the code.
         matrix: matrix instructions with their modifiers -> how often each stands in the code.
+        threads: of a block; 0 if the code does not fix it.
     """
 
     registers: int
@@ -47,6 +49,7 @@ class Resources:
     code: int
     instructions: dict[str, int]
     matrix: dict[str, int]
+    threads: int = 0
 
     @property
     def spills(self) -> int:
@@ -116,7 +119,7 @@ def dynamic_shared(ir: str) -> int:
 def resources(cubin: bytes) -> Resources:
     """The resources of a cubin; of several kernels in one, the largest of each and the sum of the code."""
     elf = ELFFile(io.BytesIO(cubin))
-    registers = stack = shared = code = 0
+    registers = stack = shared = code = threads = 0
     for section in elf.iter_sections():
         if section.name == ".nv.info":
             for attribute, payload in _attributes(section.data()):
@@ -124,6 +127,10 @@ def resources(cubin: bytes) -> Resources:
                     registers = max(registers, struct.unpack("<II", payload)[1])
                 elif attribute == _EIATTR_FRAME_SIZE:
                     stack = max(stack, struct.unpack("<II", payload)[1])
+        elif section.name.startswith(".nv.info."):
+            for attribute, payload in _attributes(section.data()):
+                if attribute == _EIATTR_REQNTID:
+                    threads = max(threads, math.prod(struct.unpack("<III", payload)))
         elif section.name.startswith(".nv.shared.") and not section.name.startswith(".nv.shared.reserved"):
             shared = max(shared, section.data_size - _RESERVED_SHARED)
         elif section.name.startswith(".text."):
@@ -131,4 +138,5 @@ def resources(cubin: bytes) -> Resources:
     found = _INSTRUCTION.findall(disassemble(cubin))
     instructions = Counter(name.partition(".")[0] for name in found)
     matrix = Counter(name for name in found if name.startswith(_MATRIX))
-    return Resources(registers, stack, shared, code, dict(sorted(instructions.items())), dict(sorted(matrix.items())))
+    sorted_instructions, sorted_matrix = dict(sorted(instructions.items())), dict(sorted(matrix.items()))
+    return Resources(registers, stack, shared, code, sorted_instructions, sorted_matrix, threads)
