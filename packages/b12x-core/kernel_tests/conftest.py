@@ -11,7 +11,8 @@ from b12x_core import runtime
 from b12x_core.planning import inventory
 from b12x_core.planning.kernel import KernelSpec
 from b12x_core.runtime.store import Entry
-from b12x_core.tools.sass import Resources, dynamic_shared, resources
+from b12x_core.tools.main_loop import Loop, main_loop
+from b12x_core.tools.sass import Resources, disassemble, dynamic_shared, resources
 
 ARCHITECTURES = ("sm_120a", "sm_90a")
 SETS = {"representative": inventory.representative, "all": inventory.everything}
@@ -28,12 +29,19 @@ class Kernels:
     def __init__(self, specs: list[KernelSpec]) -> None:
         self.specs = specs
         for arch in ARCHITECTURES:
-            runtime.compile_all(specs, arch, keep=True)
+            runtime.compile_all([spec for spec in specs if inventory.runs_on(spec, arch)], arch, keep=True)
 
     @cache  # noqa: B019, one object a run
     def resources(self, spec: KernelSpec, arch: str) -> Resources:
         """What the assembler made of a kernel."""
         return resources(self._file(spec, arch, "kernel.cubin").read_bytes())
+
+    @cache  # noqa: B019
+    def loop(self, spec: KernelSpec, arch: str) -> Loop:
+        """The loop in which a kernel multiplies."""
+        found = main_loop(disassemble(self._file(spec, arch, "kernel.cubin").read_bytes()))
+        assert found is not None
+        return found
 
     @cache  # noqa: B019
     def shared(self, spec: KernelSpec, arch: str) -> int:
@@ -66,7 +74,7 @@ def kernels(pytestconfig: pytest.Config) -> Kernels:
     found = Kernels(pytestconfig.b12x_specs)  # type: ignore[attr-defined]
     if pytestconfig.getoption("update"):
         for arch in ARCHITECTURES:
-            rows = {spec.name: found.row(spec, arch) for spec in found.specs}
+            rows = {spec.name: found.row(spec, arch) for spec in found.specs if inventory.runs_on(spec, arch)}
             if pytestconfig.getoption("kernels") != "all" and table(arch).exists():
                 rows = json.loads(table(arch).read_text()) | rows
             lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items()))
@@ -77,6 +85,7 @@ def kernels(pytestconfig: pytest.Config) -> Kernels:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "spec" in metafunc.fixturenames:
         specs = metafunc.config.b12x_specs  # type: ignore[attr-defined]
-        metafunc.parametrize("spec", specs, ids=[spec.name for spec in specs])
-    if "arch" in metafunc.fixturenames:
+        pairs = [(spec, arch) for arch in ARCHITECTURES for spec in specs if inventory.runs_on(spec, arch)]
+        metafunc.parametrize(("spec", "arch"), pairs, ids=[f"{arch}-{spec.name}" for spec, arch in pairs])
+    elif "arch" in metafunc.fixturenames:
         metafunc.parametrize("arch", ARCHITECTURES)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,20 +15,19 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from b12x_core.formats import SCHEMES
 from b12x_core.ops import _scratch
-from b12x_core.ops.linear import LinearWeights, linear, prepare_linear
+from b12x_core.ops.linear import LinearWeights, linear
 from b12x_core.testing.cases import Case, WrongResultError, equal
-from b12x_core.testing.linear import case, random_weight
+from b12x_core.testing.linear import Layer, case
 
 KERNEL = "launching"
-HOST_US = 20.0
-"""Most microseconds of host time of a whole op, quantization and all."""
+HOST_RATIO = 2.0
+"""Most host time of a whole op, quantization and all, in calls of `torch.mm`, which take an H200's host 11 to 17 us."""
 
 
 def layer(name: str, n: int, k: int, device: torch.device) -> LinearWeights:
     """A layer of random weights."""
-    return prepare_linear(SCHEMES[name], *random_weight(SCHEMES[name], n, k, device))
+    return Layer(name, n, k, device).prepare()
 
 
 def run_threads(device: torch.device) -> float:
@@ -145,19 +144,31 @@ def run_host_time(device: torch.device) -> float:
     """Host time of a whole op called from Python, outside graphs, has a limit."""
     w = layer("fp8-channel", 512, 512, device)
     x = torch.randn(1, 512, device=device, dtype=torch.bfloat16)
-    for _ in range(100):
-        linear(x, w)
+    square = torch.randn(512, 512, device=device, dtype=torch.bfloat16)
+    # how fast a process is depends on where the system put it, so both are measured in this one, in turns
+    ours, theirs = [], []
+    for _ in range(5):
+        ours.append(host_us(partial(linear, x, w), device))
+        theirs.append(host_us(partial(torch.mm, x, square), device))
+    ratio = statistics.median(ours) / statistics.median(theirs)
+    if ratio > HOST_RATIO:
+        raise WrongResultError(
+            f"a call took {statistics.median(ours):.1f} us of host time, {ratio:.2f} times as long as torch.mm; "
+            f"the limit is {HOST_RATIO}"
+        )
+    return ratio / HOST_RATIO
+
+
+def host_us(call: Callable[[], object], device: torch.device) -> float:
+    """Median of the microseconds that the host takes for a call."""
     times = []
-    for index in range(2000):
+    for index in range(400):
         begin = time.perf_counter()
-        linear(x, w)
+        call()
         times.append(time.perf_counter() - begin)
         if index % 64 == 63:  # a full queue of launches would make the host wait
             torch.cuda.synchronize(device)
-    median = statistics.median(times) * 1e6
-    if median > HOST_US:
-        raise WrongResultError(f"a call took {median:.1f} us of host time; the limit is {HOST_US} us")
-    return median / HOST_US
+    return statistics.median(times) * 1e6
 
 
 def run_seen(device: torch.device) -> float:
