@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -30,20 +32,27 @@ class Kernels:
         self.specs = specs
         for arch in ARCHITECTURES:
             runtime.compile_all([spec for spec in specs if inventory.runs_on(spec, arch)], arch, keep=True)
+        # a disassembler takes half a second a kernel
+        pairs = [(spec, arch) for arch in ARCHITECTURES for spec in specs if inventory.runs_on(spec, arch)]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            self._read = dict(zip(pairs, pool.map(lambda pair: self._look_at(*pair), pairs), strict=True))
 
-    @cache  # noqa: B019, one object a run
+    def _look_at(self, spec: KernelSpec, arch: str) -> tuple[Resources, Loop | None]:
+        cubin = self._file(spec, arch, "kernel.cubin").read_bytes()
+        text = disassemble(cubin)
+        return resources(cubin, text), main_loop(text)
+
     def resources(self, spec: KernelSpec, arch: str) -> Resources:
         """What the assembler made of a kernel."""
-        return resources(self._file(spec, arch, "kernel.cubin").read_bytes())
+        return self._read[spec, arch][0]
 
-    @cache  # noqa: B019
     def loop(self, spec: KernelSpec, arch: str) -> Loop:
         """The loop in which a kernel multiplies."""
-        found = main_loop(disassemble(self._file(spec, arch, "kernel.cubin").read_bytes()))
+        found = self._read[spec, arch][1]
         assert found is not None
         return found
 
-    @cache  # noqa: B019
+    @cache  # noqa: B019, one object a run
     def shared(self, spec: KernelSpec, arch: str) -> int:
         """Bytes of shared memory of a block."""
         launched = dynamic_shared(self._file(spec, arch, "kernel.mlir").read_text())

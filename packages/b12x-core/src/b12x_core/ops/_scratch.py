@@ -28,6 +28,8 @@ _KINDS = 1024  # of calls, whose pieces are remembered
 _RESERVED = 1024  # calls in graphs that find their counters zeroed
 _lock = threading.Lock()
 _reserve: dict[int, tuple[torch.Tensor, int]] = {}
+_kept: list[torch.Tensor] = []  # reserves that recorded graphs point into
+_low: set[int] = set()  # devices whose reserve is half gone
 _local = threading.local()
 
 
@@ -77,6 +79,8 @@ def take(pieces: Pieces, device: torch.device) -> tuple[Any, ...]:
     index = torch.cuda.current_device() if device.index is None else device.index
     if torch.cuda.is_current_stream_capturing():
         return (_recorded_counters(index, device), *pieces.allocate(device))
+    if index in _low:
+        _fill_reserve(index, device)
     streams: dict[tuple[int, int], _Stream] | None = getattr(_local, "streams", None)
     if streams is None:
         streams = _local.streams = {}
@@ -111,12 +115,14 @@ def _cut(pieces: Pieces, stream: _Stream, device: torch.device) -> tuple[Any, ..
 
 
 def _fill_reserve(index: int, device: torch.device) -> None:
-    """Counters for graphs, zeroed before any is recorded."""
+    """Counters for graphs, zeroed before any is recorded. Who records graphs runs each shape once before."""
     with _lock:
-        if index not in _reserve or _reserve[index][1] == _RESERVED:
+        if index not in _reserve or index in _low:
             fresh = torch.zeros((_RESERVED, COUNTERS), dtype=torch.int32, device=device)
             torch.cuda.current_stream(device).synchronize()  # other streams may use it at once
             _reserve[index] = (fresh, 0)
+            _kept.append(fresh)
+            _low.discard(index)
 
 
 def _recorded_counters(index: int, device: torch.device) -> torch.Tensor:
@@ -126,11 +132,19 @@ def _recorded_counters(index: int, device: torch.device) -> torch.Tensor:
             # Zeroed by a node of the graph at each replay: right, only slower.
             return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         _reserve[index] = (chunk, used + 1)
+        if used + 1 >= _RESERVED // 2:
+            _low.add(index)
         return chunk[used]
+
+
+def counters_left(device: torch.device) -> int:
+    """How many calls that are recorded into graphs now would find their counters zeroed."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _RESERVED - _reserve[index][1] if index in _reserve else 0
 
 
 def counters_at_rest() -> bool:
     """Whether all counters that this thread can see are zero; waits for the GPU."""
     streams: dict[tuple[int, int], _Stream] = getattr(_local, "streams", {})
-    held = [stream.counters for stream in streams.values()] + [chunk for chunk, _ in _reserve.values()]
+    held = [stream.counters for stream in streams.values()] + _kept
     return not any(bool(counters.any()) for counters in held)

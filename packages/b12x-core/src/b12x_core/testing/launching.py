@@ -171,6 +171,30 @@ def host_us(call: Callable[[], object], device: torch.device) -> float:
     return statistics.median(times) * 1e6
 
 
+def run_many_graphs(device: torch.device) -> float:
+    """However many calls are recorded, all find their counters zeroed before, and keep them."""
+    w = layer("bf16", 640, 4096, device)
+    x = torch.randn(3, 4096, device=device, dtype=torch.bfloat16)
+    wanted = linear(x, w)
+    graphs, results = [], []
+    for _ in range(8):
+        linear(x, w)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results.append([linear(x, w) for _ in range(400)][-1])
+        graphs.append(graph)
+        if not _scratch.counters_left(device):
+            raise WrongResultError("no counters are left for graphs although calls were made between them")
+    filler = torch.full((1 << 26,), -1, dtype=torch.int32, device=device)  # what was given back is written over
+    del filler
+    for graph, result in zip(graphs, results, strict=True):
+        graph.replay()
+        equal(result, wanted, "one of many graphs")
+    if not _scratch.counters_at_rest():
+        raise WrongResultError("counters are not at rest after many graphs")
+    return 0.0
+
+
 def run_seen(device: torch.device) -> float:
     """Whoever looks on sees the op, and the result is that of a call that nobody sees."""
     names = []
@@ -216,6 +240,7 @@ def cases(device: torch.device) -> Iterator[Case]:
         ("first use in capture", run_first_use_in_capture, "bf16", (1,), 64, 4096),
         ("other device", run_other_device, "fp8-channel", (3,), 640, 4096),
         ("a million launches", run_million, "bf16", (1,), 64, 4096),
+        ("many graphs", run_many_graphs, "bf16", (3,), 640, 4096),
         ("seen by modes", run_seen, "fp8-channel", (3,), 640, 4096),
     ):
         yield replace(case(name, tokens, n, k, device, label, partial(run, device)), kernel=KERNEL)

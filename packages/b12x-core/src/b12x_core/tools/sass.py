@@ -116,8 +116,11 @@ def dynamic_shared(ir: str) -> int:
         raise B12xError("sass: the host code has no launch with a constant size of shared memory") from error
 
 
-def resources(cubin: bytes) -> Resources:
-    """The resources of a cubin; of several kernels in one, the largest of each and the sum of the code."""
+def resources(cubin: bytes, code_text: str | None = None) -> Resources:
+    """The resources of a cubin; of several kernels in one, the largest of each and the sum of the code.
+
+    `code_text` is what `disassemble` makes of it, for those who have that.
+    """
     elf = ELFFile(io.BytesIO(cubin))
     registers = stack = shared = code = threads = 0
     for section in elf.iter_sections():
@@ -135,7 +138,7 @@ def resources(cubin: bytes) -> Resources:
             shared = max(shared, section.data_size - _RESERVED_SHARED)
         elif section.name.startswith(".text."):
             code += section.data_size
-    found = _INSTRUCTION.findall(disassemble(cubin))
+    found = _INSTRUCTION.findall(disassemble(cubin) if code_text is None else code_text)
     instructions = Counter(name.partition(".")[0] for name in found)
     matrix = Counter(name for name in found if name.startswith(_MATRIX))
     sorted_instructions, sorted_matrix = dict(sorted(instructions.items())), dict(sorted(matrix.items()))
