@@ -23,9 +23,9 @@ from b12x_core.kernels.block_mma import BLOCK_MMA, BlockOperands
 from b12x_core.kernels.epilogue import OUT_TYPES, Epilogue
 from b12x_core.kernels.partial_sums import PartialSums
 from b12x_core.kernels.scales import BlockScales, zeros
-from b12x_core.kernels.tiled_copy import BITS, TiledRing
+from b12x_core.kernels.tiled_copy import TiledRing
 from b12x_core.kernels.token_operands import ChunkTokens, MatrixTokens
-from b12x_core.planning.linear import K_TILE_BYTES, SHARED_MEMORY, TILE_ROWS, LinearConfig
+from b12x_core.planning.linear import K_TILE_BYTES, SHARED_MEMORY, TILE_ROWS, WEIGHT_BITS, LinearConfig
 
 _X_TYPES = {"bf16": BFloat16, "fp16": Float16, "e4m3": Uint8, "e2m1": Uint8}
 _CODE_BYTES = TILE_ROWS * K_TILE_BYTES  # of a packed tile, before its scales
@@ -457,7 +457,7 @@ def compile(config: LinearConfig, options: str = ""):
     """Compile for the target of CUTE_DSL_ARCH; `options` go to `cute.compile` besides its own."""
     size, wide = cute.sym_int, cute.sym_int64
     vector = lambda kind: make_fake_tensor(kind, (size(),), (1,), assumed_align=16)  # noqa: E731
-    x_align = 128 // max(8, BITS[config.activation])
+    x_align = 128 // max(8, WEIGHT_BITS[config.activation])
     tile = config.tile_bytes
     matrices = (
         make_fake_tensor(

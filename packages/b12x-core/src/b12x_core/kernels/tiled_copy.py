@@ -14,10 +14,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from b12x_core.kernels import bulk, tile_work
 from b12x_core.kernels.scales import BLOCK
-from b12x_core.planning.linear import TILE_ROWS, LinearConfig
-
-BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "e2m1": 4}
-"""Bits of an element of an activation."""
+from b12x_core.planning.linear import TILE_ROWS, WEIGHT_BITS, LinearConfig
 
 _SWIZZLED = 128  # most bytes of a row that a tensor map can swizzle
 
@@ -39,14 +36,14 @@ class TiledRing:
     def __init__(self, config: LinearConfig):
         self.config = c = config
         self.tile_bytes = c.tile_bytes
-        turn = c.k_tile * c.k_tiles * BITS[c.activation] // 8
+        turn = c.k_tile * c.k_tiles * WEIGHT_BITS[c.activation] // 8
         self.parts = max(1, turn // _SWIZZLED)
         self.row_bytes = turn // self.parts
         self.x_bytes = c.tokens * self.row_bytes
         self.cost = turn // 64
         self.w_bytes = c.rows // TILE_ROWS * self.tile_bytes * c.k_tiles
         self.w_slots = c.stages if self.parts == 1 else c.stages // 2 + 1
-        self.native = c.scales in ("nv16", "mx32") and BITS[c.activation] < 16
+        self.native = c.scales in ("nv16", "mx32") and WEIGHT_BITS[c.activation] < 16
         self.by_block = c.scales == "block" and c.activation == "e4m3"
         self.token_scale = 4 if self.by_block else 0
         if self.native:
@@ -64,7 +61,7 @@ class TiledRing:
     def tokens_map(self, x, m, k):
         """Copy atom and tensor of the tensor map of the (m, k) tokens: of bytes, zero beyond them."""
         c = self.config
-        bits = BITS[c.activation]
+        bits = WEIGHT_BITS[c.activation]
         if bits >= 8:
             width, pitch = k * (bits // 8), Int64(x.stride[0]) * (bits // 8)
         else:

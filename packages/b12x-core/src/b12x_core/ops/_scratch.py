@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from b12x_core import runtime
+from b12x_core.runtime.devices import device_index
 
 COUNTERS = 1024
 """Counters a launch may use. They are zero when a kernel starts, and it leaves them at zero."""
@@ -139,7 +140,7 @@ def _recorded_counters(index: int, device: torch.device) -> torch.Tensor:
 
 def counters_left(device: torch.device) -> int:
     """How many calls that are recorded into graphs now would find their counters zeroed."""
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = device_index(device)
     return _RESERVED - _reserve[index][1] if index in _reserve else 0
 
 

@@ -25,9 +25,6 @@ WEIGHT_BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "e2m1": 4}
 SCALE_BLOCK = {"nv16": 16, "mx32": 32}
 """Elements of K that share a scale which lies in the packed tile, one byte for each row."""
 
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1}
-"""Bytes of an element that a matrix instruction or the pipeline handles."""
-
 
 @dataclass(frozen=True)
 class LinearConfig:
